@@ -171,7 +171,7 @@ def skeleton(tmp_path):
     """A package with the layers and nothing in them, under our contracts."""
     package = tmp_path / "comfy_tpu"
     modules = ("__init__", "config", "distribution", "errors", "facade", "finite", "json_input", "quiet")
-    modules += ("terminal_text",)
+    modules += ("safetensors_input", "terminal_text")
     files = [*(f"{name}.py" for name in modules), *(f"{layer}/__init__.py" for layer in LAYERS)]
     files += [
         f"families/{name}.py"

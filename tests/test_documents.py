@@ -22,8 +22,11 @@ from tests.native.table import read_tables, with_chinese_tables
 ROOT = Path(__file__).parents[1]
 TWINS = [
     ("README.md", "README.zh-CN.md"),
+    ("SECURITY.md", "SECURITY.zh-CN.md"),
     ("deploy/README.md", "deploy/README.zh-CN.md"),
+    ("docs/after-frames.md", "docs/after-frames.zh-CN.md"),
     ("docs/batch.md", "docs/batch.zh-CN.md"),
+    ("docs/checkpoints.md", "docs/checkpoints.zh-CN.md"),
     ("docs/comfyui.md", "docs/comfyui.zh-CN.md"),
     ("docs/control.md", "docs/control.zh-CN.md"),
     ("docs/debugging.md", "docs/debugging.zh-CN.md"),

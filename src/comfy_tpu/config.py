@@ -19,9 +19,10 @@ Quantization = Literal["none", "fp8", "int8"]
 
 SequenceParallel = Literal["auto", "ulysses", "ring"]
 
-VaeBackend = Literal["torchax", "nnx"]
+VaeBackend = Literal["torchax", "nnx", "tiny"]
+"""tiny: a tiny decoder in the place of the VAE's, from `RuntimeConfig.tiny_vae`; the VAE encodes as ever."""
 """The implementation of a VAE: diffusers' module through torchax, or the Wan 2.1 VAE in Flax NNX."""
-VAE_BACKENDS: tuple[VaeBackend, ...] = ("torchax", "nnx")
+VAE_BACKENDS: tuple[VaeBackend, ...] = ("torchax", "nnx", "tiny")
 VAE_BACKEND: VaeBackend = "torchax"
 """The default backend. Measurements: docs/torchax-vs-flax.md."""
 
@@ -198,6 +199,9 @@ class RuntimeConfig:
     fast: FastSettings | None = None
     """Replaces the model's defaults: much faster, with different results. None: only what is chosen is lossy."""
     vae_backend: VaeBackend = VAE_BACKEND
+    tiny_vae: Path | None = None
+    """A safetensors file of a tiny decoder (TAESD, TAEHV): for previews, and with vae_backend "tiny" for all frames.
+    None: that of the model directory, with that backend, and no other previews than colours without it."""
     attention: AttentionConfig = AttentionConfig()
     cache: CacheConfig = CacheConfig()
     memory: ResidencyConfig | None = None
@@ -278,6 +282,33 @@ class RemoteServer:
     address: str
     wait_seconds: float
     """How long it is waited for where it does not answer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpolation:
+    """More frames per second, by a network that makes frames between frames."""
+
+    factor: int
+    """Of the frames per second."""
+    model: Path
+    """A safetensors file of RIFE."""
+
+
+UpscaleBy = Literal["latent", "latent-bilinear", "latent-nearest", "pixels"]
+"""How the latents of a second pass are made. latent: resized, bicubic. pixels: decoded, resized by Lanczos, encoded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SecondPass:
+    """A second pass at a larger size, from the upscaled result of the first."""
+
+    scale: float
+    """The factor of both sides."""
+    strength: float = 0.5
+    """The share of the steps that are run again, counted from the last."""
+    steps: int = 0
+    """The steps of which that share is run. 0: as many as in the first pass."""
+    by: UpscaleBy = "latent"
 
 
 INIT_IMAGE_STRENGTH, INIT_VIDEO_STRENGTH = 0.6, 0.8

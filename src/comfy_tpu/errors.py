@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import re
 from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
@@ -44,16 +45,22 @@ Section = Literal[
 SECTIONS: tuple[str, ...] = get_args(Section)
 
 
+_LINE_BREAKS = re.compile(r"\s*\n\s*")
+
+
 class ComfyTpuError(Exception):
     """The base class of this package's errors. Its text is safe to print, whatever a message quotes."""
 
-    def __init__(self, message: str = "", *, field: str | None = None) -> None:
-        """`field`: the parameter whose value is refused; the message begins with its name."""
+    def __init__(self, message: str = "", *, field: str | None = None, has_lines: bool = False) -> None:
+        """`field`: the parameter whose value is refused; the message begins with its name. `has_lines`: whether the
+        message is a list; of any other, line breaks come from what it quotes."""
         super().__init__(message)
         self.field = field
+        self._has_lines = has_lines
 
     def __str__(self) -> str:
-        return sanitize(super().__str__())
+        text = sanitize(super().__str__())
+        return text if self._has_lines else _LINE_BREAKS.sub(" ", text.strip())
 
 
 def rename_field(message: str, field: str | None, name: str | None) -> str:

@@ -30,6 +30,7 @@ from comfy_tpu.pipeline.given_media import GivenMedia, choose_frames
 from comfy_tpu.pipeline.images import as_rgb, read_image
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.sound import Waveform
+from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint
 from comfy_tpu.pipeline.video import VideoPipeline
 from comfy_tpu.pipeline.video_files import Frames, VideoSource, open_video
 
@@ -166,6 +167,8 @@ class Pipeline:
         images: ImageLike | Sequence[ImageLike] | None = ...,
         lora: LoraLike | Sequence[LoraLike] | None = ...,
         preset: str | None = ...,
+        checkpoint: str | Path | None = ...,
+        checkpoint_every: int = ...,
         on_progress: ProgressCallback = ...,
         **settings: Unpack[CallSettings],
     ) -> Video: ...
@@ -177,6 +180,8 @@ class Pipeline:
         images: ImageLike | Sequence[ImageLike] | None = ...,
         lora: LoraLike | Sequence[LoraLike] | None = ...,
         preset: str | None = ...,
+        checkpoint: str | Path | None = ...,
+        checkpoint_every: int = ...,
         on_progress: ProgressCallback = ...,
         **settings: Unpack[CallSettings],
     ) -> list[Video]: ...
@@ -187,6 +192,8 @@ class Pipeline:
         images: ImageLike | Sequence[ImageLike] | None = None,
         lora: LoraLike | Sequence[LoraLike] | None = None,
         preset: str | None = None,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int = 1,
         on_progress: ProgressCallback = ignore_progress,
         **settings: Any,
     ) -> Video | list[Video]:
@@ -195,17 +202,22 @@ class Pipeline:
         `images`: the first frame and optionally the last, an image to start from, or reference images, as the model
         takes them. `settings`: also what else is given, see `Media`. `lora`: LoRAs for this call only. `preset`:
         settings that go together, such as "4step", where none are given; "auto": as the LoRA or the model says.
+        `checkpoint`: a .safetensors file that the steps are saved to, every `checkpoint_every` of them and on SIGTERM;
+        the same call goes on from there, and removes it at the end.
         `on_progress` is called with a `Progress` from this thread; an exception from it ends the run.
         """
         prompts = _as_prompts(prompt)
+        saved = _open_checkpoint(checkpoint, checkpoint_every, len(prompts))
         self._use(lora, preset)
         videos: list[Video] = []
         for each in prompts:
             request = self._request(each, images, on_progress, settings)
             # Bytes at once: of a long video, float32 parts would take four times as much.
             sounds: list[Waveform] = []
-            parts = [_as_bytes(part) for part in self._parts(request, sounds)]
+            parts = [_as_bytes(part) for part in self._parts(request, sounds, saved)]
             videos += self._videos(request, np.concatenate(parts, axis=1), sounds)
+        if saved is not None:
+            saved.remove()
         return videos if not isinstance(prompt, str) or len(videos) > 1 else videos[0]
 
     async def stream(
@@ -282,7 +294,9 @@ class Pipeline:
         stages.warn_of_preset(made)
         return _Request(prompt, stages.settle_context(made, given.images), given, on_progress)
 
-    def _parts(self, request: _Request, sounds: list[Waveform] | None = None) -> Generator[torch.Tensor, None, None]:
+    def _parts(
+        self, request: _Request, sounds: list[Waveform] | None = None, checkpoint: StepCheckpoint | None = None
+    ) -> Generator[torch.Tensor, None, None]:
         """Yields frames [num_videos, t, height, width, 3] in 0..1, as they are decoded. `sounds` gets the sound of the
         videos, if the model makes one."""
         stages, settings = self.stages, request.settings
@@ -290,7 +304,7 @@ class Pipeline:
         try:
             with _own_names(image="images", reference="references"):
                 embeddings = stages.encode(request.prompt, settings, request.given)
-            latents = stages.denoise(embeddings, settings)
+            latents = stages.denoise(embeddings, settings, checkpoint=checkpoint)
             if sounds is not None and (sound := stages.decode_sound(latents, settings)) is not None:
                 sounds.append(sound)
             yield from stages.decode(latents, settings)
@@ -307,6 +321,7 @@ class Pipeline:
             attention_window=self.stages.attention_window,
             quantization=self.stages.quantization,
             preset=self.stages.preset.name or "",
+            tiny_vae=self.stages.tiny_vae,
         )
         videos = []
         for number, each in enumerate(frames):
@@ -355,6 +370,24 @@ def _as_prompts(given: Any) -> list[str]:
                 f"prompt is a {type(each).__name__}, expected text or a list of texts", field="prompt"
             )
     return prompts
+
+
+def _open_checkpoint(path: str | Path | None, every: int, prompts: int) -> StepCheckpoint | None:
+    if path is None:
+        return None
+    if prompts > 1:
+        raise InvalidValueError(
+            f"checkpoint={path} holds the steps of one prompt, and there are {prompts}; call it once for each, with a "
+            "file of its own",
+            field="checkpoint",
+        )
+    if Path(path).suffix != artifacts.SUFFIX:
+        raise InvalidValueError(
+            f"checkpoint={path} is for tensors; give it a name in {artifacts.SUFFIX}", field="checkpoint"
+        )
+    checkpoint = StepCheckpoint(Path(path), every)
+    checkpoint.check()
+    return checkpoint
 
 
 def _as_lora(given: LoraLike) -> Lora:

@@ -31,6 +31,7 @@ WORDS = 8
 
 class FakePipeline:
     limits = Limits(16, 16, 256, 4, 121, ("unipc", "euler"))
+    tiny_vae = ""
     family = types.SimpleNamespace(
         name="Fake",
         card=types.SimpleNamespace(
@@ -101,7 +102,7 @@ class FakePipeline:
         cut = " ".join(words[WORDS:])
         return PromptEmbeddings(prompt, {"text": positive}, {"text": negative} if guided else None, cut)
 
-    def denoise(self, embeddings, settings):
+    def denoise(self, embeddings, settings, checkpoint=None):
         size = f"{settings.width}×{settings.height}×{settings.num_frames}"
         self._begin("denoise", "transformer", size)
         shape = (settings.num_videos, 4, (settings.num_frames - 1) // 4 + 1, settings.height // 8, settings.width // 8)

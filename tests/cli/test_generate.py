@@ -66,7 +66,7 @@ def test_settings_are_refused_before_a_device_is_started(monkeypatch, capsys):
     assert run(capsys, "generate", PROMPT, "--vae-backend", "flax") == (
         1,
         "",
-        "comfy-tpu: --vae-backend 'flax' is unknown; choose from torchax, nnx\n",
+        "comfy-tpu: --vae-backend 'flax' is unknown; choose from torchax, nnx, tiny\n",
     )
 
 
@@ -107,6 +107,33 @@ def test_every_flag_arrives(opened, capsys):
     )
     assert pipeline.opened_with["attention"] == dataclasses.asdict(attention)
     assert np.load("x-1.npy").shape == (5, 48, 80, 3)
+
+
+def test_tiny_vae(opened, capsys):
+    assert run(capsys, "generate", PROMPT, "--vae", "tiny", "--tiny-vae", "t.safetensors", "--output", "x.mp4")[0] == 0
+    assert (opened[0].opened_with["vae_backend"], opened[0].opened_with["tiny_vae"]) == ("tiny", Path("t.safetensors"))
+    assert opened[0].model_name == "demo", "tiny is no file of the model"
+    type(opened[0]).tiny_vae = "ab"
+    try:
+        assert run(capsys, "encode", PROMPT)[0] == run(capsys, "denoise", "text.safetensors")[0] == 0
+        assert run(capsys, "decode", "latents.safetensors", "-o", "y.mp4")[0] == 0
+        assert media.read_metadata("y.mp4")["tiny_vae"] == "ab"
+        assert "is there already" in run(capsys, "decode", "latents.safetensors", "-o", "y.mp4")[2]
+        type(opened[0]).tiny_vae = ""
+        assert "is there already" not in run(capsys, "decode", "latents.safetensors", "-o", "y.mp4")[2]
+    finally:
+        type(opened[0]).tiny_vae = ""
+
+
+def test_a_preview_that_cannot_be_written(opened, capsys):
+    assert run(capsys, "generate", PROMPT, "--preview", "x.bmp") == (
+        1,
+        "",
+        "comfy-tpu: --preview x.bmp is no image; give it a name in .png, .jpg, .jpeg, .gif, .webp\n",
+    )
+    status, _, error = run(capsys, "generate", PROMPT, "--preview", "x.png", "--output", "x.png")
+    assert (status, opened) == (1, [])
+    assert "x.png" in error
 
 
 @pytest.mark.parametrize(
@@ -214,7 +241,7 @@ def test_json_says_where_the_time_went_and_nothing_else(opened, capsys):
     document = json.loads(out)
     assert set(document) == {
         *("schema", "outputs", "skipped", "prompt", "prompt_cut", "seed", "settings", "model", "seconds", "programs"),
-        *("reused", "loras", "preset", "quantize", "profile", "dump"),
+        *("reused", "resumed_after", "loras", "preset", "quantize", "profile", "dump"),
     }
     assert document["reused"] == []
     assert (document["prompt"], document["prompt_cut"], document["seed"]) == (PROMPT, "", 2025)
@@ -521,18 +548,19 @@ def start(*argv, **more):
     return subprocess.Popen([sys.executable, ROOT / "tests/cli/fake_pipeline.py", *argv], env=environment, **more)
 
 
-# While writing by default: tests/pipeline/test_media.py.
 INTERRUPTS = {
     "Ctrl-C while denoising": ("denoise", signal.SIGINT, 130, b"comfy-tpu: interrupted\n", 0),
     "Ctrl-C while writing": ("decode", signal.SIGINT, 130, b"comfy-tpu: interrupted\n", 1),
     "kill while writing": ("decode", signal.SIGTERM, 143, b"", 1),
+    "hang-up while writing": ("decode", signal.SIGHUP, 129, b"", 1),
 }
+SLOW_INTERRUPTS = ("Ctrl-C while writing", "hang-up while writing")
 
 
 @pytest.mark.parametrize(
     ("stage", "number", "status", "err", "partial"),
     [
-        pytest.param(*case, id=name, marks=pytest.mark.slow if name.endswith("writing") else ())
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name in SLOW_INTERRUPTS else ())
         for name, case in INTERRUPTS.items()
     ],
 )

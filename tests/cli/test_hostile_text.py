@@ -200,8 +200,9 @@ def test_a_path_is_escaped_on_a_terminal_and_exact_elsewhere(monkeypatch, capsys
 
 
 def test_errors_are_safe_wherever_they_are_shown():
-    error = InvalidValueError(f"{CHINESE}{HOSTILE}\nsecond line")
-    assert str(error) == f"{CHINESE}{SHOWN}\nsecond line"
+    message = f"{CHINESE}{HOSTILE}\nsecond line"
+    assert str(InvalidValueError(message)) == f"{CHINESE}{SHOWN} second line", "no file can add a line of its own"
+    assert str(InvalidValueError(message, has_lines=True)) == f"{CHINESE}{SHOWN}\nsecond line"
 
 
 def test_records_are_safe_before_other_handlers_see_them(caplog):

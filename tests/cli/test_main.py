@@ -79,6 +79,14 @@ def test_missing_module_of_ours_is_a_bug_and_shows(command):
         (RuntimeError("can't start new thread"), "the process got no more memory (can't start new thread); raise"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "the process got no more memory (DefaultCPU"),
         (ImportError("x.so: failed to map segment from shared object"), "the process got no more memory (x.so: fai"),
+        (
+            OSError(errno.EIO, "Input/output error"),
+            "a file cannot be read or written (Input/output error); look at the",
+        ),
+        (
+            OSError(errno.EMFILE, "Too many open files", "x.json"),
+            "x.json cannot be read or written (Too many open files",
+        ),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "the process got no more memory ([Errno 12] Cannot allocate"),
         (
             OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300),
@@ -93,7 +101,7 @@ def test_errors_of_the_machine_are_sentences(error, text, command, capsys):
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.EIO, "Input/output error"), RuntimeError("no thread"), ImportError("x")]
+    "error", [OSError(errno.EINVAL, "Invalid argument"), RuntimeError("no thread"), ImportError("x")]
 )
 def test_other_errors_of_these_kinds_are_not_hidden(error, command):
     command(raising(error))

@@ -76,9 +76,10 @@ def test_closed_streams_are_nobodys(closed: str, look: list[str], tmp_path: Path
         ("1</dev/null", ["report"], 1, "comfy-tpu: standard output could not be written: Bad file descriptor"),
         ("2>/dev/full", ["report"], 0, ""),
         ("2>&1 >/dev/null | (exec <&-); exit ${PIPESTATUS[0]}", ["report"], 0, ""),
+        ("| (exec <&-); exit ${PIPESTATUS[0]}", ["report"], 1, ""),
         ("<&-", ["-"], 0, ""),
     ],
-    ids=["stdout full", "stdout not writable", "stderr full", "stderr unread", "stdin closed"],
+    ids=["stdout full", "stdout not writable", "stderr full", "stderr unread", "stdout unread", "stdin closed"],
 )
 def test_streams_that_fail(
     redirections: str,

@@ -133,6 +133,7 @@ def install(models: Path) -> _Routes:
         "folder_paths",
         get_folder_paths=lambda kind: [str(models / kind)],
         get_filename_list=lambda kind: ["a_model.safetensors"],
+        get_full_path=lambda kind, name: str(models / kind / name),
     )
     add("server", PromptServer=types.SimpleNamespace(instance=types.SimpleNamespace(routes=routes)))
     return routes

@@ -57,6 +57,7 @@ FOR_FAMILIES = {
     "context": "uniform",
     "context_overlap": 8,
     "preset": "4step",
+    "tiny_vae": "a_model.safetensors",
 }
 
 

@@ -45,9 +45,7 @@ def run_family(run, error, *, opens=True):
     """Texts of a sampler that reports the first step, and then fails with `error`."""
     shown = []
     run.send_node_text = lambda node, lines: shown.append("\n".join(map(join_line, lines)))
-    pipeline = types.SimpleNamespace(
-        use_loras=lambda loras, preset: None, preview_colours=None, on_progress=ignore_progress
-    )
+    pipeline = types.SimpleNamespace(use_loras=lambda loras, preset: None, previews=None, on_progress=ignore_progress)
     run.open_pipeline = lambda *given: pipeline if opens else raise_error(error)
     with contextlib.suppress(Exception), run.pipeline_run(CARD.node_sets[0], "demo", {"denoising": 4}):
         pipeline.on_progress(Progress("denoising", "", 0, 4, size="64×64×17"))

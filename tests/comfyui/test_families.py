@@ -4,9 +4,7 @@ Nobody unloads anything, and the devices hold the second time what they held the
 """
 
 import io
-import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,63 +12,21 @@ from PIL import Image
 
 from tests.comfyui.checkout import Checkout
 from tests.comfyui.client import ComfyClient, Prompt
+from tests.comfyui.family_models import RUNS, SIZE, family_prompt, write_models
 from tests.comfyui.images import decode_video
 from tests.comfyui.server import ComfyServer, running
-from tests.comfyui.workflows import load_example, nodes_of, to_prompt
-from tests.families import (
-    small_flux,
-    small_flux2,
-    small_hunyuan,
-    small_hunyuan_image,
-    small_ltx,
-    small_ltx2,
-    wan_pipelines,
-)
+from tests.comfyui.workflows import nodes_of
 from tests.families.wan_pipelines import picture
 from tools.demo_model import evaluate_image
 from tools.demo_model.score import observe
 
 pytestmark = pytest.mark.comfyui
 
-RUNS = (
-    ("wan21_tpu_basic.json", "demo"),
-    ("wan21_tpu_image_to_video.json", "demo-image"),
-    ("wan22_tpu_basic.json", "small/pair"),
-    ("wan22_tpu_image_to_video.json", "small/pair-from-images"),
-    ("wan22_tpu_image_to_video.json", "small/5b"),
-    ("flux_tpu_basic.json", "small/flux"),
-    ("flux_tpu_image_to_image.json", "small/flux"),
-    ("flux2_tpu_basic.json", "small/klein-base"),
-    ("hunyuanvideo15_tpu_basic.json", "small/hunyuan"),
-    ("hunyuanvideo15_tpu_image_to_video.json", "small/hunyuan-from-images"),
-    ("ltxv_tpu_basic.json", "small/ltx"),
-    ("ltxv_tpu_image_to_video.json", "small/ltx"),
-    ("ltx2_tpu_basic.json", "small/ltx2"),
-)
-"""Every family's example workflow, and a model that is small."""
-DIRECTORIES: dict[str, Callable[[], Path]] = {
-    "small/pair": lambda: wan_pipelines.directory("2.2"),
-    "small/pair-from-images": lambda: wan_pipelines.directory("2.2 image"),
-    "small/5b": lambda: wan_pipelines.directory("5B image"),
-    "small/flux": lambda: small_flux.directory("dev"),
-    "small/klein-base": lambda: small_flux2.directory("base"),
-    "small/klein": lambda: small_flux2.directory("klein"),
-    "small/hunyuan": small_hunyuan.directory,
-    "small/hunyuan-from-images": small_hunyuan_image.directory,
-    "small/ltx": small_ltx.directory,
-    "small/ltx2": small_ltx2.directory,
-}
-SIZE = {"height": 64, "width": 96}
-
 
 @pytest.fixture(scope="module")
 def family_server(checkout: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
     base = tmp_path_factory.mktemp("families") / "base"
-    for name, made in DIRECTORIES.items():
-        directory = base / "models" / "diffusers" / name
-        shutil.copytree(made(), directory)
-        # Below the widgets' smallest: such a model is drawn at its own size.
-        (directory / "generation.json").write_text(json.dumps(SIZE))
+    write_models(base)
     with running(checkout, base, packs=["probe"]) as server:
         yield server
 
@@ -78,18 +34,7 @@ def family_server(checkout: Checkout, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(scope="module")
 def family_client(family_server: ComfyServer) -> Iterator[ComfyClient]:
     with ComfyClient(family_server) as client:
-        content = io.BytesIO()
-        picture(0).save(content, "PNG")
-        client.upload("example.png", content.getvalue())
         yield client
-
-
-def prompt_of(name: str, model: str, client: ComfyClient) -> Prompt:
-    prompt = to_prompt(load_example(name), client.object_info())
-    chosen = {"model_id": model, "num_frames": 17, "num_inference_steps": 3}
-    for node in prompt.values():
-        node["inputs"] |= {key: value for key, value in chosen.items() if key in node["inputs"]}
-    return prompt
 
 
 def held(client: ComfyClient) -> dict[str, int]:
@@ -105,7 +50,7 @@ def test_families_take_turns_and_leave_nothing_behind(family_client: ComfyClient
     rounds = []
     for number in range(2):
         for name, model in RUNS:
-            prompt = prompt_of(name, model, family_client)
+            prompt = family_prompt(name, model, family_client)
             for node in prompt.values():  # or ComfyUI would have everything of the second round in its cache
                 if "seed" in node["inputs"]:
                     node["inputs"]["seed"] = number
@@ -116,7 +61,7 @@ def test_families_take_turns_and_leave_nothing_behind(family_client: ComfyClient
     assert any("transformer_2" in label for label in rounds[0][0]), "both of a pair stay"
     compiled = family_client.status()["compiled"]["programs"]
     for name, model in RUNS:
-        family_client.succeed(prompt_of(name, model, family_client))
+        family_client.succeed(family_prompt(name, model, family_client))
     assert family_client.status()["compiled"]["programs"] == compiled
     family_client.empty_device()
     assert held(family_client) == {}
@@ -128,7 +73,7 @@ def test_the_demo_goes_on_from_an_image(family_client: ComfyClient) -> None:
     content = io.BytesIO()
     task.image.save(content, "PNG")
     family_client.upload("first-frame.png", content.getvalue())
-    prompt = prompt_of("wan21_tpu_image_to_video.json", "demo-image", family_client)
+    prompt = family_prompt("wan21_tpu_image_to_video.json", "demo-image", family_client)
     (encoder,), (sampler,) = nodes_of(prompt, "Wan21TextEncoder"), nodes_of(prompt, "Wan21TPUSampler")
     (loader,), (saver,) = nodes_of(prompt, "LoadImage"), nodes_of(prompt, "SaveVideo")
     prompt[loader]["inputs"]["image"] = "first-frame.png"
@@ -141,13 +86,13 @@ def test_the_demo_goes_on_from_an_image(family_client: ComfyClient) -> None:
 
 
 def test_the_5b_from_an_image_and_without_one(family_client: ComfyClient) -> None:
-    prompt = prompt_of("wan22_tpu_image_to_video.json", "small/5b", family_client)
+    prompt = family_prompt("wan22_tpu_image_to_video.json", "small/5b", family_client)
     assert family_client.succeed(prompt)
-    assert family_client.succeed(prompt_of("wan22_tpu_basic.json", "small/5b", family_client))
+    assert family_client.succeed(family_prompt("wan22_tpu_basic.json", "small/5b", family_client))
 
 
 def test_an_image_for_a_model_that_takes_none(family_client: ComfyClient) -> None:
-    prompt = prompt_of("wan22_tpu_image_to_video.json", "small/pair", family_client)
+    prompt = family_prompt("wan22_tpu_image_to_video.json", "small/pair", family_client)
     error = family_client.fail(prompt)
     assert "begins with a prompt alone; leave it out" in error["exception_message"]
 
@@ -159,7 +104,7 @@ def test_a_model_of_another_family_is_not_offered(family_client: ComfyClient) ->
 
 
 def test_a_batch_of_images_is_refused(family_client: ComfyClient, tmp_path: Path) -> None:
-    prompt = prompt_of("wan22_tpu_image_to_video.json", "small/pair-from-images", family_client)
+    prompt = family_prompt("wan22_tpu_image_to_video.json", "small/pair-from-images", family_client)
     (encoder,) = nodes_of(prompt, "Wan22ImageEncoder")
     (loader,) = nodes_of(prompt, "LoadImage")
     prompt["twice"] = {"class_type": "RepeatImageBatch", "inputs": {"image": [loader, 0], "amount": 2}}
@@ -189,7 +134,7 @@ def test_flux2_looks_at_images_and_one_node_draws_the_same_as_four(model: str, f
     content = io.BytesIO()
     picture(3, 100, 75).save(content, "PNG")
     family_client.upload("reference.png", content.getvalue())
-    prompt = prompt_of("flux2_tpu_basic.json", model, family_client)
+    prompt = family_prompt("flux2_tpu_basic.json", model, family_client)
     without = saved_image(family_client, prompt)
     with_references(prompt, model)
     looked = saved_image(family_client, prompt)
@@ -207,7 +152,7 @@ def test_only_klein_base_reads_the_negative_prompt(family_client: ComfyClient) -
     drawn = {}
     for model in ("small/klein", "small/klein-base"):
         for negative in ("", "blue background"):
-            prompt = prompt_of("flux2_tpu_basic.json", model, family_client)
+            prompt = family_prompt("flux2_tpu_basic.json", model, family_client)
             (encoder,) = nodes_of(prompt, "Flux2TextEncoder")
             prompt[encoder]["inputs"]["negative_prompt"] = negative
             drawn[model, negative] = saved_image(family_client, prompt)

@@ -1,107 +1,97 @@
-"""A hundred prompts in one server, good, cancelled and failed ones mixed: it stays up, and nothing piles up."""
+"""Hundreds of prompts in one server, good, cancelled, failed and freed ones mixed: each result is that of a fresh
+server, and nothing piles up.
+
+COMFY_TPU_SOAK_PROMPTS: how many; COMFY_TPU_SOAK_SEED: of what is chosen; COMFY_TPU_SOAK_LOG: a file for the log, which
+names every prompt, its seed, its time and the memory behind it.
+"""
 
 import json
+import os
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.comfyui.checkout import Checkout
-from tests.comfyui.client import ComfyClient, Prompt
-from tests.comfyui.graphs import DECODER, SAMPLER, three_nodes, whole_pipeline
+from tests.comfyui.client import ComfyClient
+from tests.comfyui.family_models import RUNS, write_models
+from tests.comfyui.native_weights import write_demo_transformer, write_demo_vae
 from tests.comfyui.server import ComfyServer, running
-from tests.comfyui.test_hostile_nodes import problems, surrounded
+from tests.comfyui.soak import Soak, draw_fresh, make_cases
+from tests.comfyui.test_hostile_nodes import TORCHAX_ERROR
+from tests.comfyui.workflows import DEMO_TRANSFORMER, DEMO_VAE
 
-pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
+pytestmark = [pytest.mark.comfyui, pytest.mark.slow, pytest.mark.timeout(3 * 3600)]
 
-PROMPTS = 100
-GROWTH = 100e6
-"""Bytes of host memory, over all of them."""
+PROMPTS = int(os.environ.get("COMFY_TPU_SOAK_PROMPTS", "500"))
+SEED = int(os.environ.get("COMFY_TPU_SOAK_SEED", "2025"))
+MEASUREMENTS = 5
+GROWTH, LATE_GROWTH = 200e6, 50e6
+"""Bytes of host memory after Free, over all prompts and over the last two fifths. Of 502 prompts on two x86 cores (seed
+2025): 2,727 MB before, then 2,784, 2,792, 2,842, 2,843 and 2,860 MB; 133 MB in all, 18 MB of them in the last 200. What
+the first 300 leave is not traced: memory of the allocator, of ComfyUI's history, or ours."""
+
+
+def make_base(directory: Path) -> Path:
+    base = directory / "base"
+    write_models(base)
+    write_demo_vae(base / "models" / "vae" / DEMO_VAE)
+    write_demo_transformer(base / "models" / "diffusion_models" / DEMO_TRANSFORMER)
+    return base
+
+
+@pytest.fixture(scope="module")
+def fresh(checkout: Checkout, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], str]:
+    base = make_base(tmp_path_factory.mktemp("fresh"))
+    with running(checkout, base, packs=["probe", "native_demo"]) as server, ComfyClient(server) as client:
+        return draw_fresh(client, make_cases(client))
 
 
 @pytest.fixture(scope="module")
 def server(checkout: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
-    with running(checkout, tmp_path_factory.mktemp("soak") / "base", packs=["probe", "hostile"]) as server:
+    base = make_base(tmp_path_factory.mktemp("soak"))
+    with running(checkout, base, packs=["probe", "native_demo", "hostile"]) as server:
         yield server
 
 
-def good(client: ComfyClient, seed: int) -> None:
-    client.succeed(three_nodes(seed=seed, steps=1 + seed % 2))
-
-
-def good_in_one_node(client: ComfyClient, seed: int) -> None:
-    client.succeed(whole_pipeline(seed=seed, steps=1))
-
-
-def good_with_hostile_nodes(client: ComfyClient, seed: int) -> None:
-    assert problems(client.succeed(surrounded(seed))) == {}
-
-
-def with_previews(client: ComfyClient, seed: int) -> None:
-    assert client.succeed(three_nodes(seed=seed), preview_method="latent2rgb").of("preview")
-
-
-def cancelled(client: ComfyClient, seed: int) -> None:
-    run = client.queue(three_nodes(seed=seed, steps=100))
-    client.wait(run, lambda run: any("step 1/100" in text for text in run.texts(SAMPLER)), "the first step")
-    client.interrupt()
-    assert client.finish(run).outcome == "execution_interrupted"
-
-
-def failed_at_ours(client: ComfyClient, seed: int) -> None:
-    node, name = [(SAMPLER, "num_frames"), (DECODER, "fps")][seed % 2]
-    prompt = three_nodes(seed=seed)
-    prompt["foreign"] = {"class_type": "ProbeInteger", "inputs": {"value": 0}}
-    prompt[node]["inputs"][name] = ["foreign", 0]
-    assert f"{name}=0" in client.fail(prompt)["exception_message"]
-
-
-def failed_at_another(client: ComfyClient, seed: int) -> None:
-    how = ["error", "memory", "interrupt"][seed % 3]
-    prompt: Prompt = three_nodes(seed=seed)
-    prompt["raises"] = {"class_type": "HostileRaise", "inputs": {"value": [SAMPLER, 0], "how": how}}
-    prompt[DECODER]["inputs"]["latents"] = ["raises", 0]
-    assert client.run(prompt).outcome in ("execution_error", "execution_interrupted")
-
-
-KINDS: list[Callable[[ComfyClient, int], None]] = [
-    good,
-    good,
-    good_in_one_node,
-    good_with_hostile_nodes,
-    with_previews,
-    cancelled,
-    failed_at_ours,
-    failed_at_another,
-]
-
-
-def level(client: ComfyClient) -> dict[str, int]:
-    """After Free: what is left on the device and in the process."""
-    client.empty_device()
-    assert [device["weights_bytes"] for device in client.status()["devices"]] == [0]
-    probe = client.get("/probe")
-    return {"arrays": probe["arrays"], "device": probe["bytes"], "host": client.server.resident_bytes()}
-
-
-def test_a_hundred_prompts(client: ComfyClient, record_property: Callable[[str, object], None], tmp_path: Path) -> None:
-    for number in range(3 * len(KINDS)):
-        KINDS[number % len(KINDS)](client, number)
-    before = level(client)
-    chosen = random.Random(2025)
-    ran: Counter[str] = Counter()
-    for number in range(PROMPTS):
-        kind = chosen.choice(KINDS)
-        kind(client, 1000 + number)
-        ran[kind.__name__] += 1
-    after = level(client)
-    measured = {"before": before, "after": after, "prompts": dict(ran)}
+def test_many_prompts(
+    client: ComfyClient,
+    fresh: dict[tuple[str, int], str],
+    record_property: Callable[[str, object], None],
+    tmp_path: Path,
+) -> None:
+    path = Path(os.environ.get("COMFY_TPU_SOAK_LOG") or tmp_path / "soak.jsonl")
+    with path.open("w", encoding="utf-8") as log:
+        soak = Soak(client, random.Random(SEED), log, fresh, make_cases(client))
+        soak.write(seed=SEED, prompts=PROMPTS)
+        for case in soak.cases:  # what is compiled stays: from here on, every program is there
+            client.succeed(case.make(1))
+        for action in dict.fromkeys(soak.actions):
+            soak.do(action)
+        soak.ran.clear()
+        soak.compared.clear()
+        levels = [soak.level()]
+        begun = soak.number
+        for _ in range(MEASUREMENTS):
+            soak.run(PROMPTS // MEASUREMENTS)
+            levels.append(soak.level())
+        measured = {
+            "seed": SEED,
+            "prompts": soak.number - begun,
+            "levels": levels,
+            "actions": dict(soak.ran),
+            "compared": dict(soak.compared),
+        }
+        soak.write(**measured)
     record_property("soak", json.dumps(measured))
-    (tmp_path / "soak.json").write_text(json.dumps(measured), encoding="utf-8")
-    assert set(ran) == {kind.__name__ for kind in KINDS}
     assert client.server.alive
-    assert (after["arrays"], after["device"]) == (before["arrays"], before["device"])
-    assert after["host"] - before["host"] < GROWTH, measured
-    client.succeed(three_nodes(seed=5000))
+    assert not [line for line in client.server.lines if TORCHAX_ERROR in line]
+    for level in levels[1:]:
+        assert (level["arrays"], level["device"]) == (levels[0]["arrays"], levels[0]["device"]), levels
+    assert levels[-1]["host"] - levels[0]["host"] < GROWTH, levels
+    assert levels[-1]["host"] - levels[-3]["host"] < LATE_GROWTH, levels
+    if PROMPTS >= 500:  # of fewer, chance may leave some out
+        assert set(soak.ran) == {action.__name__ for action in soak.actions}
+        assert {case.name for case in soak.cases} <= set(soak.compared)
+        assert len(soak.cases) > len(RUNS)

@@ -299,6 +299,7 @@ def test_transformer_in_bfloat16() -> None:
     assert relative_error(answered("dp=2,sp=4", inputs, dtype=torch.bfloat16), answer) <= 2e-2
 
 
+@pytest.mark.slow  # by default: test_transformer_with_masks, whose tokens are filled
 def test_filling_takes_no_part() -> None:
     """Whatever stands in hidden tokens, every bit of the answer is the same; and it matters that they are hidden."""
     inputs, answer = transformer_case()

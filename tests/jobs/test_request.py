@@ -113,6 +113,10 @@ def test_fast_of_the_command_line_holds_for_all_lines() -> None:
     [
         ({"promt": "a cat"}, "promt is no flag of"),
         ({"prompt": "x", "json": True}, "json is of the whole batch"),
+        (
+            {"prompt": "x", "checkpoint-every": 2},
+            "checkpoint-every is for `comfy-tpu generate`; a batch goes on job by",
+        ),
         ({"prompt": "x", "seed": [1, 2]}, "seed is a list"),
         ({"prompt": "x", "seed": True}, "seed is a bool"),
         ({"prompt": "x", "fast": "very"}, "fast='very' is neither true nor false"),
@@ -126,3 +130,15 @@ def test_fast_of_the_command_line_holds_for_all_lines() -> None:
 def test_lines_that_are_refused(line: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
         parse_values(line, common={})
+
+
+def test_tiny_is_no_file_of_the_model() -> None:
+    request = parse_values({"prompt": "a", "vae": "tiny", "tiny_vae": "t.safetensors"}, {})
+    assert request.values == {"prompt": "a", "vae_backend": "tiny", "tiny_vae": "t.safetensors"}
+    other = parse_values({"prompt": "a", "vae": "tiny", "tiny_vae": "u.safetensors"}, {})
+    assert request.model_key != other.model_key
+    assert request.identity("m", lambda name: name) != other.identity("m", lambda name: name)
+    plain = parse_values({"prompt": "a"}, {}).identity("m", lambda name: "x")
+    assert request.identity("m", lambda name: "x") != plain
+    previews = parse_values({"prompt": "a", "tiny_vae": "t.safetensors"}, {})
+    assert previews.identity("m", lambda name: "x") == plain, "it shows the same"

@@ -49,7 +49,7 @@ def test_meshes_give_the_same(mesh: str) -> None:
     "case",
     [
         dataclasses.replace(CASE, lengths=(300, 7)),
-        dataclasses.replace(CASE, mask=(2, 1, 1, 400)),
+        pytest.param(dataclasses.replace(CASE, mask=(2, 1, 1, 400)), marks=pytest.mark.slow),
         pytest.param(dataclasses.replace(CASE, keys=130, is_causal=True), marks=pytest.mark.slow),
         dataclasses.replace(CASE, window=(40, 9)),
     ],

@@ -150,6 +150,18 @@ def test_truncated_and_damaged_files(content: bytes | None, tmp_path: Path) -> N
         opened(path)
 
 
+def test_a_file_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch, which maps the file, raises RuntimeError for it."""
+    path = write(tmp_path / "a.safetensors", small_loras.diffusers_style())
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("unable to open file in read-only mode: Input/output error (5)")
+
+    monkeypatch.setattr("comfy_tpu.pipeline.lora_keys.safe_open", refuse)
+    with pytest.raises(CheckpointError, match=r"lora=.*a\.safetensors cannot be read \(unable to open .*; look at the"):
+        LoraFile.open(path)
+
+
 def test_metadata_that_cannot_be_read(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

@@ -173,6 +173,20 @@ def test_the_directory_may_bring_its_own_defaults(directory: Path) -> None:
         _ = ModelFiles.open(directory).defaults
 
 
+def test_a_file_that_cannot_be_read_is_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a disk or a network file system may refuse it after the model was opened."""
+    files = ModelFiles.open(directory)
+
+    def fail(path: Path) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(
+        CheckpointError, match=r"config.json cannot be read \(Input/output error\); look at the disk, or"
+    ):
+        _ = files.fingerprint
+
+
 def test_the_fingerprint_follows_configs_and_weights(directory: Path) -> None:
     before = ModelFiles.open(directory).fingerprint
     assert ModelFiles.open(directory).fingerprint == before

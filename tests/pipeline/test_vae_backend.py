@@ -80,5 +80,5 @@ def test_without_flax(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_backend() -> None:
-    with pytest.raises(InvalidValueError, match="vae_backend='flax' is unknown; choose from torchax, nnx"):
+    with pytest.raises(InvalidValueError, match="vae_backend='flax' is unknown; choose from torchax, nnx, tiny"):
         opened("flax")

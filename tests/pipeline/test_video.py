@@ -114,6 +114,7 @@ def test_one_branch_is_half_the_work_where_dp_does_not_divide_two(mesh: str, sha
     assert step_flops(mesh, 1.0) / step_flops(mesh, 4.0) == pytest.approx(share, abs=0.02)
 
 
+@pytest.mark.slow  # by default: two pictures at once in tests/families/test_flux.py
 def test_several_videos_at_once() -> None:
     actual = video(opened("single"), num_videos=2)
     assert actual.shape[0] == 2

@@ -159,9 +159,22 @@ def write_page(files: Sequence[Path], output: Path, languages: Sequence[Language
         check_place(page)
     check_conflicts([("output", page) for page in pages], files)
     output.parent.mkdir(exist_ok=True)
-    runs = sorted((run for file in files for run in read_runs(file)), key=lambda run: run.date)
+    runs = sorted((run for file in files for run in read_runs(file)), key=lambda run: str(run.date))
     if not runs:
         raise InvalidValueError(f"{', '.join(map(str, files))}: no run is in there; measure with `comfy-tpu bench`")
+    try:
+        written = _format_pages(pages, runs, output)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise InvalidValueError(
+            f"{', '.join(map(str, files))}: a run in there cannot be shown ({reason}); give files that "
+            "`comfy-tpu bench --json` wrote"
+        ) from error
+    write_texts(written)
+    return list(written)
+
+
+def _format_pages(pages: Mapping[Path, PageTexts], runs: Sequence[Run], output: Path) -> dict[Path, str]:
     written = dict.fromkeys(pages, "")
     chapters = dict.fromkeys(map(Chapter.find, sorted(runs, key=lambda run: run.model.startswith(SMALL_MODEL))))
     for page, texts in pages.items():
@@ -172,8 +185,7 @@ def write_page(files: Sequence[Path], output: Path, languages: Sequence[Language
             parts.append(text)
             written |= {output.with_name(name): plot for name, plot in plots.items()}
         written[page] = "\n".join(parts)
-    write_texts(written)
-    return list(written)
+    return written
 
 
 def _page_path(output: Path, language: Language) -> Path:

@@ -40,10 +40,15 @@ if TYPE_CHECKING:
     from comfy_tpu.jobs.local_worker import LocalWorker
 
 _OF_THE_RUN = (
-    *("json", "verbose", "profile", "dump", "help"),
+    *("json", "verbose", "profile", "dump", "help", "preview"),
     *("coordinator", "num_processes", "process_id", "hosts_timeout"),
 )
 """Flags of `generate` that concern a process, not a video."""
+_REFUSED_KEYS = {
+    **dict.fromkeys(_OF_THE_RUN, " is of the whole batch"),
+    "checkpoint_every": " is for `comfy-tpu generate`; a batch goes on job by job",
+}
+"""Flags of `generate` that are no keys of a line, with the reasons."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_videos(parser, kind=str)
     options.add_strength(parser)
     options.add_settings(parser)
+    options.add_second_pass(parser)
+    options.add_interpolation(parser)
     options.add_model(parser, default="demo")
     options.add_vae_backend(parser)
     options.add_attention(parser)
@@ -181,7 +188,7 @@ def _keys() -> Mapping[str, _Key]:
     generate.add_arguments(parser)
     keys: dict[str, _Key] = {}
     for action in parser._actions:
-        if action.dest in _OF_THE_RUN:
+        if action.dest in _REFUSED_KEYS:
             continue
         names = [action.dest, *(flag.lstrip("-") for flag in action.option_strings if flag.startswith("--"))]
         is_list = isinstance(action, argparse._AppendAction)
@@ -197,7 +204,7 @@ def parse_values(values: Mapping[str, Any], common: Mapping[str, Any]) -> Reques
     for name, value in values.items():
         key = _keys().get(name.strip().replace("-", "_"))
         if key is None:
-            hint = " is of the whole batch" if name in _OF_THE_RUN else " is no flag of `comfy-tpu generate`"
+            hint = _REFUSED_KEYS.get(name.strip().replace("-", "_"), " is no flag of `comfy-tpu generate`")
             raise InvalidValueError(f"{name}{hint}; leave it out", field=name)
         if value is None:
             continue
@@ -206,6 +213,8 @@ def parse_values(values: Mapping[str, Any], common: Mapping[str, Any]) -> Reques
         parsed[key.field] = converted if key.is_list else converted[0]
         if parsed[key.field] is None:
             del parsed[key.field]
+    if parsed.get("vae") == [options.TINY]:  # as on a command line
+        parsed["vae_backend"] = parsed.pop("vae")[0]
     if "fast" not in parsed and parsed.get("quantize") == "none":
         del parsed["quantize"]  # the default: with or without it, the same job
     prompt = parsed.get("prompt", "")
@@ -238,6 +247,7 @@ def _preset(name: str, value: Any) -> dict[str, Any] | None:
 _NUMBERS = {option.field for option in options.SETTINGS} - {"negative_prompt", "scheduler"} | {
     "strength",
     "dense_max_tokens",
+    *("upscale", "upscale_strength", "upscale_steps", "interpolate"),
 }
 
 

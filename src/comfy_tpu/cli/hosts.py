@@ -23,8 +23,8 @@ from comfy_tpu.parallel import hosts
 FLAGS = ("--coordinator", "--num-processes", "--process-id", "--hosts-timeout")
 
 _SAME = (
-    *("model", "mesh", "platform", "dtype", "quantize", "vae_backend", "transformer", "text_encoder", "vae"),
-    *("image_encoder", "attention", "attention_window", "attention_blocks", "dense_max_tokens", "fast"),
+    *("model", "mesh", "platform", "dtype", "quantize", "vae_backend", "tiny_vae", "transformer", "text_encoder"),
+    *("vae", "image_encoder", "attention", "attention_window", "attention_blocks", "dense_max_tokens", "fast"),
 )
 """Options that must be the same on all hosts. All others are those of the first host."""
 _INPUTS = (*MEDIA_FIELDS, "text", "latents", "lora")

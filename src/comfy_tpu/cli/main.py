@@ -33,6 +33,10 @@ ADDRESS_SPACE_MIN = 3 * 2**30
 """Bytes with which the demo model runs on a CPU."""
 
 
+_MACHINE_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ESTALE)
+"""Errors of a disk, of a network file system or of limits, which are no bugs wherever they come up."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Command:
     name: str
@@ -48,7 +52,9 @@ COMMANDS = (
     Command("serve", "answer requests in the form of OpenAI's images and videos API", "comfy_tpu.cli.serve"),
     Command("encode", "first stage of generate: the prompt to a file of embeddings", "comfy_tpu.cli.encode"),
     Command("denoise", "second stage of generate: embeddings to a file of latents", "comfy_tpu.cli.denoise"),
+    Command("upscale", "stage between two denoisings: latents to larger latents", "comfy_tpu.cli.upscale"),
     Command("decode", "last stage of generate: latents to a video", "comfy_tpu.cli.decode"),
+    Command("interpolate", "more frames per second, of a finished video", "comfy_tpu.cli.interpolate"),
     Command("models", "list the models that are known, here, and fit", "comfy_tpu.cli.models"),
     Command("download", "download a model, going on where it was", "comfy_tpu.cli.download", False),
     Command("warm", "compile the programs of a model and a size ahead", "comfy_tpu.cli.warm"),
@@ -63,7 +69,7 @@ COMMANDS = (
     Command("doctor", "check this machine, and say what to mend", "comfy_tpu.cli.doctor", False),
 )
 
-HOSTS_COMMANDS = ("generate", "batch", "encode", "denoise", "decode", "doctor")
+HOSTS_COMMANDS = ("generate", "batch", "encode", "denoise", "upscale", "decode", "doctor")
 """Commands that run on several hosts as one."""
 
 
@@ -134,6 +140,9 @@ def _user_message(error: Exception) -> str | None:
         return f"{excerpt(str(error.filename))} cannot be opened ({error.strerror}); give another path"
     if isinstance(error, OSError) and error.filename is None and is_output_broken():
         return f"standard output could not be written: {error.strerror or error}; send it elsewhere"
+    if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
+        place = "a file" if error.filename is None else excerpt(str(error.filename))
+        return f"{place} cannot be read or written ({error.strerror}); look at the disk and at the limits (ulimit -n)"
     return None
 
 

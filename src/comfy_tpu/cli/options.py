@@ -27,14 +27,19 @@ from comfy_tpu.config import (
     Context,
     ContextNoise,
     ContextWeights,
+    SecondPass,
     SingleFiles,
+    UpscaleBy,
 )
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
-from comfy_tpu.families.card import VIDEO_NAMES
+from comfy_tpu.families.card import VIDEO_NAMES, ModelCard
 from comfy_tpu.jobs.request import parse_lora
 from comfy_tpu.parallel.hosts import first_host_value
 
 Name = TypeVar("Name", bound=str)
+
+TINY = "tiny"
+"""The value of --vae and --vae-backend that decodes by --tiny-vae."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +143,14 @@ _SAME_AS_FIELD = (
 FLAGS = {
     **{option.field: option.flags[0] for option in SETTINGS},
     **{name: f"--{name}" for name in _SAME_AS_FIELD},
+    "checkpoint_every": "--checkpoint-every",
     "contact_sheet": "--contact-sheet",
     "vae_backend": "--vae-backend",
+    "tiny_vae": "--tiny-vae",
+    "preview": "--preview",
+    "interpolate": "--interpolate",
+    "interpolation_model": "--interpolation-model",
+    **{name: f"--{name.replace('_', '-')}" for name in ("upscale", "upscale_by", "upscale_strength", "upscale_steps")},
     "text_encoder": "--text-encoder",
     "image_encoder": "--image-encoder",
     "attention_window": "--attention-window",
@@ -227,7 +238,9 @@ def read_media(arguments: argparse.Namespace) -> GivenMedia:
 
 def list_input_files(arguments: argparse.Namespace) -> list[Path]:
     """All input files on the command line."""
-    single = [getattr(arguments, name, None) for name in ("last_image", "text", "latents")]
+    single = [
+        getattr(arguments, name, None) for name in ("last_image", "text", "latents", "tiny_vae", "interpolation_model")
+    ]
     loras = [lora.path for lora in getattr(arguments, "lora", ())]
     names = ("image", "reference", *VIDEO_NAMES, "transformer", "text_encoder", "vae", "image_encoder")
     lists = [getattr(arguments, name, []) for name in names]
@@ -291,7 +304,7 @@ def add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
     for flag, count, what in _PART_FLAGS:
         group.add_argument(
             flag,
-            action="append",
+            action=_VaeAction if flag == "--vae" else "append",
             default=[],
             type=path_parser(flag),
             metavar="FILE",
@@ -303,9 +316,21 @@ def add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
 _PART_FLAGS = (
     ("--transformer", "; twice for two transformers, high noise first", "the transformer"),
     ("--text-encoder", "; as often as the model has one", "a text encoder"),
-    ("--vae", "", "the VAE"),
+    ("--vae", "; or tiny, which decodes by --tiny-vae", "the VAE"),
     ("--image-encoder", "", "the image encoder, for models that need one"),
 )
+
+
+class _VaeAction(argparse._AppendAction):
+    """--vae FILE names a part of the model; --vae tiny is --vae-backend tiny."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if str(values) == TINY:
+            namespace.vae_backend = TINY
+        else:
+            super().__call__(parser, namespace, values, option)
 
 
 def chosen_model(arguments: argparse.Namespace) -> str | SingleFiles | None:
@@ -349,7 +374,19 @@ def add_vae_backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vae-backend",
         default=VAE_BACKEND,
-        help=f"{' or '.join(VAE_BACKENDS)}: what runs the VAE; nnx for {nnx} ({VAE_BACKEND})",
+        help=f"{', '.join(VAE_BACKENDS[:-1])} or {VAE_BACKENDS[-1]}: what runs the VAE; nnx for {nnx}; tiny decodes by "
+        f"--tiny-vae ({VAE_BACKEND})",
+    )
+    add_tiny_vae(parser)
+
+
+def add_tiny_vae(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tiny-vae",
+        type=path_parser("--tiny-vae"),
+        metavar="FILE",
+        help="a tiny decoder, a .safetensors file of TAESD or TAEHV such as taew2_1.safetensors: for previews, and "
+        "with --vae tiny for the result (default: the *tae*.safetensors of the model directory, with --vae tiny)",
     )
 
 
@@ -430,6 +467,77 @@ def add_video_output(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
+def add_interpolation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--interpolate",
+        type=number_parser(int),
+        metavar="N",
+        help="N times as many frames per second, from 2 to 8, by --interpolation-model",
+    )
+    add_interpolation_model(parser, "--interpolation-model")
+
+
+def add_interpolation_model(parser: argparse.ArgumentParser, flag: str) -> None:
+    parser.add_argument(
+        flag,
+        dest="interpolation_model",
+        type=path_parser(flag),
+        metavar="FILE",
+        help="the network that makes frames between frames: a .safetensors file of RIFE 4.25 or 4.26",
+    )
+
+
+def add_preview(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--preview",
+        type=path_parser("--preview"),
+        metavar="PATH",
+        help="write an image of the video after each step: x.png or x.jpg of its middle, x.gif or x.webp of all of it",
+    )
+
+
+def add_second_pass(parser: argparse.ArgumentParser) -> None:
+    defaults, names = SecondPass(0.0), card_texts.models_with(_starts_from_latents)
+    group = parser.add_argument_group(
+        "second pass", f"A result of a larger size, from an upscaled smaller one, with {names}."
+    )
+    add_upscale(group, "--upscale", "--upscale-by")
+    group.add_argument(
+        "--upscale-strength",
+        type=number_parser(float),
+        metavar="X",
+        help=f"share of the steps that are run again, above 0 and up to 1 ({defaults.strength:g})",
+    )
+    group.add_argument(
+        "--upscale-steps",
+        type=number_parser(int),
+        metavar="N",
+        help="steps of which that share is run (default: as many as --steps)",
+    )
+
+
+def add_upscale(parser: argparse._ActionsContainer, scale: str, by: str, *, required: bool = False) -> None:
+    """`scale`, `by`: the flags."""
+    parser.add_argument(
+        scale,
+        dest="upscale",
+        type=number_parser(float),
+        metavar="X",
+        required=required,
+        help="factor of both sides, over 1; 2 makes 832×480 of 416×240",
+    )
+    parser.add_argument(
+        by,
+        dest="upscale_by",
+        metavar="NAME",
+        help=f"{', '.join(get_args(UpscaleBy))}: resize latents, or decode, resize and encode ({SecondPass(0.0).by})",
+    )
+
+
+def _starts_from_latents(model: ModelCard) -> bool:
+    return model.starts_from_image or model.starts_from_video
+
+
 def add_strength(parser: argparse.ArgumentParser) -> None:
     of_images = card_texts.families_with(lambda model: model.starts_from_image)
     of_videos = card_texts.models_with(lambda model: model.starts_from_video)
@@ -445,6 +553,15 @@ def add_strength(parser: argparse.ArgumentParser) -> None:
 def add_artifact_output(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
         "-o", "--output", type=path_parser("--output"), metavar="PATH", help=f"x.safetensors (default: {default})"
+    )
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint-every",
+        type=number_parser(int),
+        metavar="N",
+        help="save the steps every N steps, and on SIGTERM, beside the output; the same command goes on from there",
     )
 
 

@@ -109,7 +109,7 @@ class Display:
             form, unit = _BYTES, "B"
         elif progress.stage == "denoising":
             form, unit = _STEPS, "step"
-        elif progress.stage == "decoding":
+        elif progress.stage in ("decoding", "interpolating"):
             form, unit = _STEPS, "frame"
         elif progress.stage == "compiling":
             size = f" at {progress.size}" if progress.size else ""
@@ -118,6 +118,7 @@ class Display:
         # mininterval: a step takes seconds, and each is worth showing; miniters: or tqdm would learn to skip some.
         return tqdm(
             total=progress.total,
+            initial=progress.done,  # steps that an earlier run has done are no measure of the speed
             desc=escape_controls(text).replace("\n", r"\n"),
             bar_format=form,
             unit=unit,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 _PACKAGES = ("fastapi", "uvicorn", "multipart")
-_COMMON = ("mesh", "platform", "dtype", "quantize", "cache_dir", "vae_backend", "attention")
+_COMMON = ("mesh", "platform", "dtype", "quantize", "cache_dir", "vae_backend", "tiny_vae", "attention")
 _TURN_SECONDS = 0.0005
 _KEYS_VARIABLE = "COMFY_TPU_API_KEYS"
 

@@ -15,6 +15,7 @@ With --json, one object on stdout. Its keys stay; new ones may be added:
     seconds     by stage: loading, compiling, encoding, denoising, decoding, other; and total
     programs    what, from_cache (false: compiled now), seconds
     reused      numbers of the steps, from 1, at which the transformer did not run
+    resumed_after   the number of steps that --checkpoint-every had saved, which were not computed again
     profile     the directory of --profile, or null; dump: that of --dump, or null
 """
 
@@ -29,23 +30,27 @@ from pathlib import Path
 from typing import Any
 
 from comfy_tpu.cli import options
+from comfy_tpu.cli.preview_file import PreviewFile, check_preview
 from comfy_tpu.cli.profile import Profile
 from comfy_tpu.cli.progress import Display
 from comfy_tpu.cli.terminal import print_message, print_paths
-from comfy_tpu.config import GenerationSettings, SingleFiles
+from comfy_tpu.config import GenerationSettings, Interpolation, SecondPass, SingleFiles
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.families.presets import AUTO, find_preset
 from comfy_tpu.families.settings import make_settings
 from comfy_tpu.jobs import opening
 from comfy_tpu.parallel.hosts import check_same, first_host_value, host_names, is_first_host
-from comfy_tpu.pipeline import artifacts, atomic, media, reuse, video
+from comfy_tpu.pipeline import artifacts, atomic, interpolation, media, reuse, video
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
 from comfy_tpu.pipeline.initial import INITIAL, read_strength
+from comfy_tpu.pipeline.interpolation import Interpolator, check_interpolation
 from comfy_tpu.pipeline.lora_report import summarize
 from comfy_tpu.pipeline.model_files import ModelFiles, list_model_files
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
 from comfy_tpu.pipeline.progress import Progress
+from comfy_tpu.pipeline.second_pass import check_second_pass, describe_second_pass
+from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint, checkpoint_path
 from comfy_tpu.terminal_text import excerpt
 
 
@@ -62,7 +67,11 @@ class Session:
         """What the latents' transformer computed in 8 bits, as text in artifacts."""
         self.images_fingerprint = ""
         """The fingerprint of the given images."""
+        self.second_pass = ""
+        """What the denoising started from, as JSON in artifacts, where it is latents of an earlier one."""
+        self._interpolator: Interpolator | None = None
         self._init_image_metadata: dict[str, str] = {}
+        self._checkpoints: list[StepCheckpoint] = []
 
     @property
     def makes_images(self) -> bool:
@@ -77,6 +86,7 @@ class Session:
             "attention_window": self.attention_window,
             "quantization": self.quantization,
             "preset": self.pipeline.preset.name or "",
+            "second_pass": self.second_pass,
         }
 
     def settings(self, base: GenerationSettings | None = None, given: GivenMedia = NO_MEDIA) -> GenerationSettings:
@@ -99,19 +109,48 @@ class Session:
         opening.check_last_image(vars(self.arguments), self.pipeline)
         self.images_fingerprint = given.fingerprint
 
+    def set_second_pass(self, settings: GenerationSettings, second: SecondPass | None) -> None:
+        """Checks a second pass after one with these settings, and records it."""
+        if second is not None:
+            check_second_pass(self.pipeline.family.card, self.pipeline.model_name, settings, second)
+            self.second_pass = describe_second_pass(settings, second)
+
+    def set_interpolation(self, settings: GenerationSettings, chosen: Interpolation | None) -> None:
+        """Checks what makes frames between those of videos with these settings."""
+        limits = self.pipeline.limits
+        check_interpolation(chosen, makes_images=self.makes_images, fps=settings.fps, fps_max=limits.fps_max)
+        if chosen is not None and is_first_host():  # the others write nothing
+            runtime = opening.make_runtime(vars(self.arguments))
+            self._interpolator = Interpolator(chosen, runtime.platform, runtime.cache)
+
+    @property
+    def _decoded_by(self) -> dict[str, str]:
+        """What videos say besides `made_from`."""
+        between = "" if self._interpolator is None else self._interpolator.fingerprint
+        return {"tiny_vae": self.pipeline.tiny_vae, "interpolation": between}
+
+    def _written(self, settings: GenerationSettings) -> GenerationSettings:
+        """The settings with the frames of the files."""
+        factor = 1 if self._interpolator is None else self._interpolator.factor
+        frames = (settings.num_frames - 1) * factor + 1
+        return dataclasses.replace(settings, num_frames=frames, fps=settings.fps * factor)
+
     def set_strength(self, embeddings: PromptEmbeddings) -> None:
         """Records how much of an image or video to start from is replaced."""
         if INITIAL in embeddings.shared:
             self._init_image_metadata = {"strength": str(read_strength(embeddings.shared))}
 
-    def is_up_to_date(self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]) -> bool:
-        """Whether the metadata found are those of the same run; if so, a message is printed. The first host decides."""
-        return bool(first_host_value(lambda: self._is_up_to_date(output, prompt, settings, *found)))
+    def is_up_to_date(
+        self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str], **decoded_by: str
+    ) -> bool:
+        """Whether the metadata found are those of the same run; if so, a message is printed. The first host decides.
+        `decoded_by`: what `artifacts.describe` is told of frames."""
+        return bool(first_host_value(lambda: self._is_up_to_date(output, prompt, settings, *found, **decoded_by)))
 
     def _is_up_to_date(
-        self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str]
+        self, output: Path, prompt: str, settings: GenerationSettings, *found: Mapping[str, str], **decoded_by: str
     ) -> bool:
-        expected = artifacts.describe(prompt, settings, self.pipeline, **self.made_from)
+        expected = artifacts.describe(prompt, settings, self.pipeline, **self.made_from, **decoded_by)
         if self.arguments.force or not all(artifacts.is_same(metadata, expected) for metadata in found):
             return False
         print_message(f"{output} is there already, from the same model, prompt and settings; --force makes it again")
@@ -121,10 +160,10 @@ class Session:
         if not is_first_host():
             return self.is_up_to_date(Path(), prompt, settings)
         sheet = self.arguments.contact_sheet
-        found = [media.find_metadata(path, settings.num_frames) for path in paths]
+        found = [media.find_metadata(path, self._written(settings).num_frames) for path in paths]
         if sheet is not None:
             found.append(media.find_metadata(sheet, 1))
-        return self.is_up_to_date(paths[0], prompt, settings, *found)
+        return self.is_up_to_date(paths[0], prompt, settings, *found, **self._decoded_by)
 
     def check_outputs(self, *paths: Path) -> None:
         """Raises where an output would replace another one, or a file that this run reads. --force changes nothing."""
@@ -137,9 +176,28 @@ class Session:
         """The checked paths of the videos, `own` where none is given; none on a host that writes nothing."""
         if not is_first_host():
             return ()
-        paths = media.check_output(self.arguments.output or own(), settings)
+        paths = media.check_output(self.arguments.output or own(), self._written(settings))
         self.check_outputs(*paths)
         return paths
+
+    def open_checkpoint(self, outputs: Sequence[Path], part: str = "") -> StepCheckpoint | None:
+        """Where the steps are saved, beside the first of the outputs; None without --checkpoint-every. `outputs`: empty
+        on a host that writes nothing. `part`: a name for each denoising but the first."""
+        every = self.arguments.checkpoint_every
+        if every is None:
+            return None
+        path = checkpoint_path(outputs[0], part) if outputs else Path()
+        checkpoint = StepCheckpoint(path, every, report=print_message)
+        checkpoint.check()
+        if is_first_host():
+            check_conflicts([("checkpoint", path)], options.list_input_files(self.arguments))
+        self._checkpoints.append(checkpoint)
+        return checkpoint
+
+    def remove_checkpoint(self) -> None:
+        """After the output is at its place."""
+        for checkpoint in self._checkpoints:
+            checkpoint.remove()
 
     def write_videos(self, latents: Any, prompt: str, settings: GenerationSettings, paths: Sequence[Path]) -> None:
         sound = self.pipeline.decode_sound(latents, settings)
@@ -147,11 +205,14 @@ class Session:
             for _ in self.pipeline.decode(latents, settings):  # the first host writes what all of them compute
                 pass
             return
-        description = artifacts.describe(prompt, settings, self.pipeline, **self.made_from) | self._init_image_metadata
+        description = self._init_image_metadata | artifacts.describe(
+            prompt, settings, self.pipeline, **self.made_from, **self._decoded_by
+        )
+        frames = self.pipeline.decode(latents, settings)
         media.write_videos(
             paths,
-            self.pipeline.decode(latents, settings),
-            fps=settings.fps,
+            frames if self._interpolator is None else self._interpolator.interpolate(frames),
+            fps=self._written(settings).fps,
             metadata=[{**description, "video": str(index)} for index in range(len(paths))],
             sheet=self.arguments.contact_sheet,
             sound=sound,
@@ -188,6 +249,7 @@ class Session:
             "seconds": {**account.seconds, "other": total - sum(account.seconds.values()), "total": total},
             "programs": [dataclasses.asdict(program) for program in account.programs],
             "reused": account.reused,
+            "resumed_after": sum(checkpoint.resumed_after for checkpoint in self._checkpoints),
             "profile": _text(getattr(self.arguments, "profile", None)),
             "dump": _text(getattr(self.arguments, "dump", None)),
         }
@@ -218,11 +280,16 @@ def open_session(
     """Opens a model and shows its progress. `name` replaces `model` in messages. `blank`: without its weights."""
     assert model is not None
     options.check_debugging(arguments)
+    path = getattr(arguments, "preview", None)
+    check_preview(path)
     with Display() as display, Profile(getattr(arguments, "profile", None)) as profile:
+        previews: list[PreviewFile] = []
 
         def on_progress(progress: Progress) -> None:
             profile(progress)
             display(progress)
+            for preview in previews:
+                preview(progress)
 
         pipeline = video.VideoPipeline.open(
             model,
@@ -234,11 +301,18 @@ def open_session(
             check=lambda files: _check_settings(arguments, files),
             blank=blank,
         )
+        if path is not None:
+            previews.append(PreviewFile(path, pipeline))
         for lora in pipeline.loras.opened:
             print_message(summarize(lora, pipeline.preset.presets))
         if host_names():
             _check_hosts(pipeline)
         yield Session(arguments, pipeline, display)
+
+
+def read_interpolation(arguments: argparse.Namespace) -> Interpolation | None:
+    """The interpolation of the command line, checked before the model is opened."""
+    return interpolation.read_interpolation(arguments.interpolate, arguments.interpolation_model)
 
 
 def _check_hosts(pipeline: video.VideoPipeline) -> None:
@@ -271,9 +345,9 @@ def check_video_output(arguments: argparse.Namespace, num_videos: int = 1) -> No
 
 
 def _output_fields(arguments: argparse.Namespace, paths: Sequence[Path]) -> list[tuple[str, Path]]:
-    """All outputs with their fields, for errors; the contact sheet is one."""
-    sheet = getattr(arguments, "contact_sheet", None)
-    return [*(("output", path) for path in paths), *([] if sheet is None else [("contact_sheet", sheet)])]
+    """All outputs with their fields, for errors; the contact sheet and the preview are some."""
+    named = ((name, getattr(arguments, name, None)) for name in ("contact_sheet", "preview"))
+    return [*(("output", path) for path in paths), *((name, path) for name, path in named if path is not None)]
 
 
 def read_existing_artifact(path: Path, stage: artifacts.Stage, arguments: argparse.Namespace) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ def check_single_files(files: SingleFiles) -> None:
 def _open_single_files(files: SingleFiles, family: NodeSet, runtime: RuntimeConfig) -> VideoPipeline:
     from comfy_tpu.pipeline.video import VideoPipeline
 
-    stamp = tuple((path.as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files.paths)
+    stamp = _stamp_files((*files.paths, *_own_files(runtime)))
     with _lock:
         known = _pipelines.get((files, runtime))
         if known is None or known[0] != stamp:
@@ -96,7 +96,7 @@ def open_pipeline(
             field="model_id",
         )
     place = local.get(model_id)
-    stamp = _stamp(place) if place else ()
+    stamp = (_stamp(place) if place else ()) + _stamp_files(_own_files(runtime))
     with _lock:
         known = _pipelines.get((model_id, runtime))
         if known is None or known[0] != stamp:
@@ -148,5 +148,13 @@ def _model_index(directory: Path) -> dict[str, Any]:
 def _stamp(directory: Path) -> _Stamp:
     """Names, sizes and modification times of a model's files, which change when a file is replaced."""
     found = (*directory.glob("*"), *directory.glob("*/*"))
-    files = sorted(path for path in found if path.is_file())
+    return _stamp_files(sorted(path for path in found if path.is_file()))
+
+
+def _own_files(runtime: RuntimeConfig) -> tuple[Path, ...]:
+    """The files of a runtime that are read with a model."""
+    return () if runtime.tiny_vae is None else (runtime.tiny_vae,)
+
+
+def _stamp_files(files: Iterable[Path]) -> _Stamp:
     return tuple((path.as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files)

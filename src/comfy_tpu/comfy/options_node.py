@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
+import folder_paths
 from comfy_api.latest import io
 
 from comfy_tpu.comfy.first_import import import_jax
@@ -23,10 +25,13 @@ from comfy_tpu.config import (
     RunOptions,
     RuntimeConfig,
 )
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.presets import AUTO
 from comfy_tpu.families.registry import model_cards
 
-NO_PRESET = "none"
+NO_PRESET = NO_FILE = "none"
+_TINY_FOLDER = "vae_approx"
+_SUFFIXES = (".safetensors", ".sft")
 DTYPES = ["auto", "bfloat16", "float32"]
 _ATTENTION, _RUNTIME, _SETTINGS = AttentionConfig(), RuntimeConfig(), GenerationSettings()
 
@@ -40,7 +45,14 @@ class TPUOptions(io.ComfyNode):
             category="TPU",
             description="How a model runs: chips, precision, attention, and ways to save time. For the options input "
             "of any node of this pack that runs a model.",
-            inputs=[*_runtime_inputs(), *_attention_inputs(), _fast_input(), *_context_inputs(), _preset_input()],
+            inputs=[
+                *_runtime_inputs(),
+                *_attention_inputs(),
+                _fast_input(),
+                *_context_inputs(),
+                _preset_input(),
+                _tiny_vae_input(),
+            ],
             outputs=[OPTIONS_TYPE.Output("options", tooltip="For the options input; the same for all nodes of a run.")],
         )
 
@@ -65,6 +77,7 @@ def make_options(
     dense_max_tokens: int,
     fast: bool = False,
     preset: str = NO_PRESET,
+    tiny_vae: str = NO_FILE,
     **context: Any,
 ) -> RunOptions:
     """The options of the node's inputs; raises InvalidValueError or MeshError with the input as its field.
@@ -91,6 +104,7 @@ def make_options(
         quantize=None if quantize == "none" else quantize,
         fast=FAST if fast else None,
         vae_backend=vae_backend,
+        tiny_vae=None if tiny_vae == NO_FILE else _find_tiny_vae(tiny_vae),
         attention=config,
     )
     return RunOptions(
@@ -129,7 +143,7 @@ def _runtime_inputs() -> list[io.Input]:
             options=list(VAE_BACKENDS),
             default=_RUNTIME.vae_backend,
             tooltip="What runs the VAE: the PyTorch module through torchax, or nnx, its version in Flax, for models "
-            "that have one.",
+            "that have one. tiny decodes by tiny_vae: faster, with fewer details.",
         ),
         io.Float.Input(
             "reuse",
@@ -239,6 +253,28 @@ def _preset_input() -> io.Input:
         tooltip="Steps, guidance, scheduler and shift that go together, in place of the node's own, for a model or a "
         "LoRA that was distilled for few steps. auto: as the LoRA or the model says.",
     )
+
+
+def _tiny_vae_input() -> io.Input:
+    """Optional and the last, for the same reasons."""
+    files = [name for name in folder_paths.get_filename_list(_TINY_FOLDER) if name.endswith(_SUFFIXES)]
+    return io.Combo.Input(
+        "tiny_vae",
+        options=[NO_FILE, *files],
+        default=NO_FILE,
+        optional=True,
+        tooltip="A tiny decoder for previews, and with vae_backend tiny for the result: a safetensors file of TAESD or "
+        "TAEHV that was made for the model's VAE, in ComfyUI's models/vae_approx.",
+    )
+
+
+def _find_tiny_vae(name: str) -> Path:
+    found = folder_paths.get_full_path(_TINY_FOLDER, name)
+    if found is None:
+        raise InvalidValueError(
+            f"tiny_vae={name} is not in ComfyUI's models/vae_approx; choose another, or put it there", field="tiny_vae"
+        )
+    return Path(found)
 
 
 def _attention_inputs() -> list[io.Input]:

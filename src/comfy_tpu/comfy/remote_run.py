@@ -69,7 +69,7 @@ def remote_run(
                 client, name, callbacks, loras=loras, preset=preset, wait_seconds=server.wait_seconds
             )
             _check_model(pipeline, family, name, shown)
-            report.use_colours(pipeline.preview_colours)
+            report.use_previews(pipeline.previews)
             yield pipeline
         finally:
             report_idle()

@@ -29,7 +29,7 @@ from comfy_tpu.families.card import NodeSet
 from comfy_tpu.pipeline.progress import Progress, ignore_progress, model_title
 
 if TYPE_CHECKING:
-    from comfy_tpu.pipeline.preview_colours import PreviewColours
+    from comfy_tpu.pipeline.preview_images import Previews
     from comfy_tpu.pipeline.video import VideoPipeline
     from comfy_tpu.remote.pipeline import RemotePipeline
 
@@ -73,7 +73,7 @@ def pipeline_run(
             start()
             register_with_comfyui()
             pipeline.use_loras(loras, preset)
-            report.use_colours(pipeline.preview_colours)
+            report.use_previews(pipeline.previews)
             pipeline.on_progress = report
             try:
                 yield pipeline
@@ -155,12 +155,12 @@ class NodeReport:
         """Shows a line in place of the progress."""
         self._show(line, immediately=False)
 
-    def use_colours(self, colours: PreviewColours | None) -> None:
-        """Shows latents in the model's own colours, where its files have them and previews are on."""
-        if colours is not None and self._previewer is not None:
-            from comfy_tpu.comfy.previews import ColourPreviewer
+    def use_previews(self, previews: Previews | None) -> None:
+        """Shows latents as the pipeline does, where it can and previews are on."""
+        if previews is not None and self._previewer is not None:
+            from comfy_tpu.comfy.previews import PipelinePreviewer
 
-            self._previewer = ColourPreviewer(colours)
+            self._previewer = PipelinePreviewer(previews)
 
     def show_nothing(self) -> None:
         self._show([], immediately=True)
@@ -189,7 +189,8 @@ class NodeReport:
             return None
         from comfy_tpu.comfy.previews import preview_frames
 
-        return self._previews.replace(preview_frames(self._previewer, progress.preview()))
+        images = preview_frames(self._previewer, progress.preview())
+        return self._previews.replace(images) if images else None
 
     def _show(self, line: NodeLine, *, immediately: bool) -> None:
         now = time.monotonic()

@@ -97,7 +97,7 @@ class Client:
             return None
         given = entry.get("status")
         status: dict[str, Any] = given if isinstance(given, dict) else {}
-        for message in status.get("messages") or ():
+        for message in _as_list(status.get("messages")):
             kind, details = message if isinstance(message, list) and len(message) == 2 else (None, None)
             if kind in ("execution_error", "execution_interrupted") and isinstance(details, dict):
                 raise FailedError(_failure(kind, details, workflow))
@@ -202,6 +202,11 @@ def _item_id(item: Any) -> Any:
     return item[1] if isinstance(item, list) and len(item) > 1 and isinstance(item[0], (int, float)) else None
 
 
+def _as_list(value: Any) -> list[Any]:
+    """A list that a server gives; empty for anything else."""
+    return value if isinstance(value, list) else []
+
+
 def _named(node: object, workflow: Workflow) -> str:
     kind = workflow.get(str(node), {}).get("class_type")
     return f"node {node} ({kind})" if kind else f"node {node}"
@@ -212,7 +217,7 @@ def _refusals(answer: Mapping[str, Any], workflow: Workflow) -> str:
     sentences = [
         f"{_named(node, workflow)}: {_sentence(each)}"
         for node, found in (errors.items() if isinstance(errors, dict) else ())
-        for each in (found.get("errors") or () if isinstance(found, dict) else ())
+        for each in _as_list(found.get("errors") if isinstance(found, dict) else None)
     ]
     return join_names(sentences, separator="; ") if sentences else _sentence(answer.get("error"))
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from comfy_tpu.compiler.weight_names import INDEX_NAME, SHARD_NAME, choose_weights, group_weights
 from comfy_tpu.errors import CheckpointError, join_names
 from comfy_tpu.finite import is_finite
 from comfy_tpu.json_input import read_json
+from comfy_tpu.safetensors_input import SAFETENSORS_ERRORS
 
 REMAP_BYTES = 64 * 1024**2
 """A file is mapped anew after this much of it was read. Pages of a mapping count as our memory from their first touch
@@ -165,7 +167,8 @@ def _check_shard_numbers(directory: Path, files: Iterable[Path]) -> None:
 
 
 def _check_present(directory: Path, names: Iterable[str], according_to: str) -> None:
-    missing = [name for name in names if not (directory / name).is_file()]
+    # Not Path.is_file, which raises where an index has a name that is too long for a file.
+    missing = [name for name in names if not os.path.isfile(directory / name)]  # noqa: PTH113
     if missing:
         raise CheckpointError(
             f"{directory} lacks {join_names(missing)}, which should be there according to {according_to}; "
@@ -227,7 +230,7 @@ def _check_index(index: Path, weight_map: Mapping[str, str], tensors: Mapping[st
 def _read_errors(file: Path) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, OSError) as error:
+    except SAFETENSORS_ERRORS as error:
         size = file.stat().st_size if file.exists() else None
         raise CheckpointError(
             f"{file} cannot be read as safetensors ({error}); it has {size} bytes and is truncated, damaged or of "

@@ -333,7 +333,8 @@ def check_checkpoint(checkpoint: WeightSource, slots: Sequence[WeightSlot], igno
         raise CheckpointError(
             f"checkpoint {checkpoint.path} does not fit the model:\n  "
             + "\n  ".join(lines + more)
-            + "\nnothing was loaded; check that the checkpoint and the model's config belong together"
+            + "\nnothing was loaded; check that the checkpoint and the model's config belong together",
+            has_lines=True,
         )
 
 

@@ -100,11 +100,18 @@ def _find_cached(root: Path) -> LocalCopy | None:
     snapshots = sorted((root / "snapshots").glob("*"), key=lambda path: path.stat().st_mtime)
     if not snapshots:
         return None
-    main = root / "refs" / "main"
-    wanted = root / "snapshots" / main.read_text().strip() if main.is_file() else snapshots[-1]
-    snapshot = wanted if wanted.is_dir() else snapshots[-1]
+    named = _read_main(root / "refs" / "main")
+    snapshot = next((path for path in snapshots if path.name == named and path.is_dir()), snapshots[-1])
     nbytes = sum(path.stat().st_size for path in (root / "blobs").glob("*") if path.is_file())
     return LocalCopy(snapshot, nbytes, _is_complete(snapshot))
+
+
+def _read_main(path: Path) -> str:
+    """The name of the snapshot of `main`; "" where the file is missing or damaged."""
+    try:
+        return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _folders(given: Iterable[Path], environ: Mapping[str, str]) -> list[Path]:

@@ -5,7 +5,6 @@ Nothing here imports jax: the workers may be in other processes, on other machin
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -125,12 +124,8 @@ class Batch:
             return
         with self.folder.open_results() as lines:
             for line in lines:
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    result = parse_json(line)
-                    if result["state"] == "done":
-                        job = NewJob(result["id"], result["line"], Request(result["request"]), result["output"])
-                        outputs = [OutputFile(**each) for each in result["outputs"]]
-                        self.ledger.restore_done(job, outputs, result["seconds"] or {})
+                if (found := _read_result(line)) is not None:
+                    self.ledger.restore_done(*found)
 
     def _make_jobs(
         self, lines: Iterable[Line | InvalidLine], parse: ParseLine, find_model: FindModel
@@ -251,6 +246,28 @@ class Batch:
     def write_results(self) -> None:
         self._results_at = time.monotonic()
         self.folder.write_results(self.ledger.results())
+
+
+def _read_result(line: bytes) -> tuple[NewJob, list[OutputFile], dict[str, float]] | None:
+    """A finished job of results.jsonl; None for any other line, and for a damaged one."""
+    try:
+        result = parse_json(line)
+        if not isinstance(result, dict) or result.get("state") != "done":
+            return None
+        job = NewJob(result["id"], result["line"], Request(result["request"]), result["output"])
+        outputs, seconds = [OutputFile(**each) for each in result["outputs"]], result["seconds"] or {}
+    except (ValueError, KeyError, TypeError):
+        return None
+    texts = [job.id, job.output, *(text for file in outputs for text in (file.name, file.sha256))]
+    numbers = [job.line, *(file.size for file in outputs)]
+    is_whole = (
+        isinstance(job.request.values, dict)
+        and isinstance(job.request.values.get("prompt"), str)
+        and isinstance(seconds, dict)
+        and all(isinstance(text, str) for text in texts)
+        and all(isinstance(number, int) and abs(number) < 2**63 for number in numbers)  # as SQLite holds them
+    )
+    return (job, outputs, seconds) if is_whole else None
 
 
 def _describe_conflict(job: NewJob, conflict: Conflict) -> str:

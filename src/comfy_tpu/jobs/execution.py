@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
-from comfy_tpu.config import GenerationSettings
+from comfy_tpu.config import GenerationSettings, Interpolation
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.presets import AUTO, find_preset
 from comfy_tpu.jobs import opening
@@ -33,9 +33,16 @@ from comfy_tpu.pipeline import artifacts, media
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings, merge_embeddings
 from comfy_tpu.pipeline.given_media import GivenMedia
 from comfy_tpu.pipeline.initial import INITIAL, read_strength
+from comfy_tpu.pipeline.interpolation import Interpolator, check_interpolation, read_interpolation
 from comfy_tpu.pipeline.preview_colours import LearnedColours
-from comfy_tpu.pipeline.preview_images import encode_preview, render_frame
+from comfy_tpu.pipeline.preview_images import ColourPreviews, Previews, encode_preview
 from comfy_tpu.pipeline.progress import FetchPreview, ProgressCallback, ignore_progress
+from comfy_tpu.pipeline.second_pass import (
+    check_second_pass,
+    denoise_again,
+    describe_second_pass,
+    read_second_pass,
+)
 from comfy_tpu.pipeline.video import VideoPipeline
 
 _TEXTS_MAX = 8
@@ -80,6 +87,7 @@ class Executor:
         self._learned: dict[str, LearnedColours] = {}
         """By the name of the model."""
         self._previews_made = 0
+        self._interpolator: tuple[Interpolation, Interpolator] | None = None
         self._thread = threading.local()
         self._inputs = Inputs()
         self._lanes = Lanes(lambda: Writer(folder, on_outcome))
@@ -94,9 +102,8 @@ class Executor:
         call shows the next frame of a video."""
         pipeline = self._pipeline
         assert pipeline is not None
-        learned = self._learned.get(pipeline.model_name)
-        colours = pipeline.files.preview_colours or (learned and learned.colours)
-        if not colours:
+        source = pipeline.previews or self._learned_previews(pipeline.model_name)
+        if source is None:
             return ()
         previews = []
         for row, id_ in enumerate(self.current_jobs):
@@ -104,10 +111,15 @@ class Executor:
                 previews.append(b"")
                 continue
             latents = fetch(row)
-            image = render_frame(latents, colours, self._previews_made % latents.shape[2])
-            previews.append(encode_preview(image))
+            frame = self._previews_made % latents.shape[2]
+            image = next(source.render(latents, range(frame, frame + 1)), None)
+            previews.append(b"" if image is None else encode_preview(image))
         self._previews_made += 1
         return tuple(previews)
+
+    def _learned_previews(self, model: str) -> Previews | None:
+        learned = self._learned.get(model)
+        return None if learned is None or learned.colours is None else ColourPreviews(learned.colours)
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Carries out jobs of one shape, the last of them perhaps after it has returned. Outcomes are reported when
@@ -189,7 +201,9 @@ class Executor:
         card = pipeline.family.card
         samples = card.starts_from_image and "image" in values
         alone = (
-            samples or card.makes_segments or any(name in values for name in ("contact_sheet", "num_videos", "stage"))
+            samples
+            or card.makes_segments
+            or any(name in values for name in ("contact_sheet", "num_videos", "stage", "upscale"))
         )
         most = 1 if alone else self._batch_size or choose_rows(pipeline, settings)
         rows = self._fit_compiled(jobs[0].request.shape_key, min(most, len(jobs)))
@@ -270,6 +284,9 @@ class Executor:
         settings = pipeline.settings(**opening.add_frames(chosen, given, pipeline.family.card, pipeline.defaults))
         pipeline.warn_of_preset(settings)
         settings = pipeline.settle_context(settings, given.images)
+        if (second := read_second_pass(job.request.values)) is not None:
+            check_second_pass(pipeline.family.card, pipeline.model_name, settings, second)
+        self._find_interpolator(pipeline, job, settings)
         if not hosts.is_first_host():
             return settings, ()
         with self._folder.writing() as directory:
@@ -286,6 +303,10 @@ class Executor:
         given: GivenMedia,
     ) -> Row:
         embeddings = self._encode_prompt(pipeline, job, settings, given)
+        between = self._find_interpolator(pipeline, job, settings)
+        second, first = read_second_pass(job.request.values), settings
+        if second is not None:
+            settings = check_second_pass(pipeline.family.card, pipeline.model_name, first, second)
         description = artifacts.describe(
             job.request.prompt,
             settings,
@@ -295,10 +316,28 @@ class Executor:
             attention_window=pipeline.attention_window,
             quantization=pipeline.quantization,
             preset=pipeline.preset.name or "",
+            tiny_vae=pipeline.tiny_vae,
+            second_pass="" if second is None else describe_second_pass(first, second),
+            interpolation="" if between is None else between.fingerprint,
         )
         if INITIAL in embeddings.shared:
             description["strength"] = str(read_strength(embeddings.shared))
-        return Row(job, settings, paths, embeddings, description)
+        return Row(job, first, paths, embeddings, description, 1 if between is None else between.factor)
+
+    def _find_interpolator(
+        self, pipeline: VideoPipeline, job: Job, settings: GenerationSettings
+    ) -> Interpolator | None:
+        """What makes frames between those of a job; None: nothing does. The last one is kept."""
+        values = job.request.values
+        chosen = read_interpolation(values.get("interpolate"), values.get("interpolation_model"))
+        limits = pipeline.limits
+        check_interpolation(chosen, makes_images=limits.frames_max == 1, fps=settings.fps, fps_max=limits.fps_max)
+        if chosen is None:
+            return None
+        if self._interpolator is None or self._interpolator[0] != chosen:
+            runtime = pipeline.running.runtime
+            self._interpolator = chosen, Interpolator(chosen, runtime.platform, runtime.cache)
+        return self._interpolator[1]
 
     def _encode_prompt(
         self, pipeline: VideoPipeline, job: Job, settings: GenerationSettings, given: GivenMedia
@@ -336,6 +375,8 @@ class Executor:
         embeddings = merge_embeddings([row.embeddings for row in padded])
         latents = pipeline.denoise(embeddings, settings, seeds=seeds)
         compiled.add(count)
+        if (second := read_second_pass(rows[0].job.request.values)) is not None:  # such a job has its steps alone
+            latents, settings = denoise_again(pipeline, embeddings, latents, settings, second)
         for old in list(self._rows_compiled)[:-_SHAPES_MAX]:
             self._rows_compiled.pop(old, None)
         seconds["denoising"] = time.monotonic() - begun
@@ -343,6 +384,8 @@ class Executor:
         frames = self._learn_colours(
             pipeline, latents[:, :, : pipeline.family.card.latent_frames(settings)], pipeline.decode(latents, settings)
         )
+        if (between := self._find_interpolator(pipeline, rows[0].job, settings)) is not None:
+            frames = between.interpolate(frames)
         writer.write(rows, frames, started=started, seconds=seconds, sound=sound)
         self._warm_shape = shape_key
         for row in rows:
@@ -351,7 +394,7 @@ class Executor:
     def _learn_colours(
         self, pipeline: VideoPipeline, latents: torch.Tensor, frames: Iterator[torch.Tensor]
     ) -> Iterator[torch.Tensor]:
-        if not self._learns_colours or pipeline.files.preview_colours is not None:
+        if not self._learns_colours or pipeline.previews is not None:
             return frames
         learned = self._learned.setdefault(pipeline.model_name, LearnedColours())
         return learned.watch(latents, frames) if learned.is_learning else frames

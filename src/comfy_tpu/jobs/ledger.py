@@ -223,7 +223,7 @@ class Ledger:
                 "UPDATE jobs SET run = ?, line = ?, request = ?, model_key = ?, shape_key = ? WHERE id = ?",
                 (self.run, job.line, job.request.to_json(), job.request.model_key, job.request.shape_key, job.id),
             )
-        if state == "done" and (existing is None or all(each["name"] in existing for each in json.loads(outputs))):
+        if state == "done" and (existing is None or all(each["name"] in existing for each in self._parse(outputs))):
             return Submission("done")
         if state == "done" or (state in ("failed", "cancelled") and run != self.run):
             execute(
@@ -269,7 +269,7 @@ class Ledger:
             self._database.executemany(
                 "UPDATE jobs SET state = 'leased', driver = ? WHERE id = ?", [(self.token, row[0]) for row in rows]
             )
-        return [Job(row[0], Request.from_json(row[1]), row[2], row[3] + 1, row[4]) for row in rows]
+        return [Job(row[0], Request(self._parse(row[1])), row[2], row[3] + 1, row[4]) for row in rows]
 
     def _choose_shape(self, model_key: str | None, shape_key: str | None) -> str | None:
         waiting = "SELECT shape_key FROM jobs WHERE run = ? AND state = 'submitted'"
@@ -356,16 +356,20 @@ class Ledger:
         return self._database.execute(query, (id_, self.token)).fetchone() is not None
 
     def counts(self) -> Counts:
-        with self._lock:
-            rows = self._database.execute("SELECT state, count(*) FROM jobs WHERE run = ? GROUP BY state", (self.run,))
-            return Counts(**dict(rows.fetchall()))
+        query = "SELECT state, count(*) FROM jobs WHERE run = ? GROUP BY state"
+        with self._lock, ledger_errors(self.path):
+            found = dict(self._database.execute(query, (self.run,)).fetchall())
+        known = {field.name for field in dataclasses.fields(Counts)}
+        if unknown := [state for state in found if state not in known]:
+            raise LedgerError(f"the ledger {self.path} has jobs in the state {unknown[0]!r}; {_REMOVE}", "damaged")
+        return Counts(**found)
 
     def results(self) -> Iterator[dict[str, Any]]:
         """The jobs of this run in the order of their lines, for results.jsonl."""
         columns = "line, id, state, output, request, attempts, worker, error, seconds, outputs, finished_at"
         last = (-1, "")
         while True:  # in parts: a million jobs are not held at once, and other drivers are not kept waiting
-            with self._lock:
+            with self._lock, ledger_errors(self.path):
                 rows = self._database.execute(
                     f"SELECT {columns} FROM jobs WHERE run = ? AND state != 'cancelled' AND (line, id) > (?, ?)"
                     " ORDER BY line, id LIMIT 10000",
@@ -377,8 +381,15 @@ class Ledger:
             for row in rows:
                 named = dict(zip(columns.split(", "), row, strict=True))
                 for name in ("request", "seconds", "outputs"):
-                    named[name] = json.loads(named[name]) if named[name] else None
+                    named[name] = self._parse(named[name]) if named[name] else None
                 yield named
+
+    def _parse(self, text: Any) -> Any:
+        """A value that this ledger holds as JSON."""
+        try:
+            return json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise LedgerError(f"the ledger {self.path} holds a job that is no JSON; {_REMOVE}", "damaged") from error
 
     @contextlib.contextmanager
     def _write(self) -> Iterator[None]:
@@ -406,16 +417,23 @@ class LedgerError(ComfyTpuError):
         self.reason = reason or "an error"
 
 
+_REMOVE = "remove it: finished jobs are found again by results.jsonl"
+
+
 @contextlib.contextmanager
 def ledger_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except sqlite3.DatabaseError as error:
+    except UnicodeDecodeError as error:  # of a text in a damaged file, also of one in SQLite's message
+        raise LedgerError(
+            f"the ledger {path} cannot be used (it holds text that is not UTF-8); {_REMOVE}", "damaged"
+        ) from error
+    except sqlite3.Error as error:
         text = str(error)
         if "full" in text or "disk I/O" in text:
             advice = "free some space and start again: what is done stays done"
         elif "not a database" in text or "malformed" in text:
-            advice = "remove it: finished jobs are found again by results.jsonl"
+            advice = _REMOVE
         else:
             advice = "look at the rights of its directory"
         raise LedgerError(f"the ledger {path} cannot be used ({text}); {advice}", text) from error

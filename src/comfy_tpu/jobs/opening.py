@@ -32,6 +32,7 @@ def make_runtime(values: Mapping[str, Any]) -> RuntimeConfig:
     """The runtime of the chosen values; what is missing has its default."""
     cache = values.get("cache_dir")
     dump = values.get("dump")
+    tiny = values.get("tiny_vae")
     fast = values.get("fast")  # a request has it as JSON
     return RuntimeConfig(
         mesh=values.get("mesh", "auto"),
@@ -40,6 +41,7 @@ def make_runtime(values: Mapping[str, Any]) -> RuntimeConfig:
         quantize=values.get("quantize"),
         fast=FastSettings(**fast) if isinstance(fast, Mapping) else fast,
         vae_backend=values.get("vae_backend", VAE_BACKEND),
+        tiny_vae=None if tiny is None else Path(tiny),
         attention=_make_attention(values),
         cache=CacheConfig(directory=None if cache is None else Path(cache)),
         dump=None if dump is None else Path(dump),

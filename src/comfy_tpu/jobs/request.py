@@ -31,12 +31,12 @@ MEDIA_FIELDS = ("image", "last_image", "reference", *VIDEO_NAMES)
 INPUT_FIELDS = (*MEDIA_FIELDS, "lora")
 """Fields that name input files that are no part of the model."""
 
-FILE_FIELDS = (*INPUT_FIELDS, "transformer", "text_encoder", "vae", "image_encoder")
+FILE_FIELDS = (*INPUT_FIELDS, "transformer", "text_encoder", "vae", "image_encoder", "tiny_vae", "interpolation_model")
 """Fields that name input files."""
 
 MODEL_FIELDS = (
     *("model", "transformer", "text_encoder", "vae", "image_encoder"),
-    *("mesh", "platform", "dtype", "quantize", "cache_dir", "vae_backend"),
+    *("mesh", "platform", "dtype", "quantize", "cache_dir", "vae_backend", "tiny_vae"),
     *("attention", "attention_window", "attention_blocks", "dense_max_tokens", "fast"),
 )
 """Fields that decide which model is opened, and how. A model changes where one of them does."""
@@ -79,14 +79,17 @@ class Request:
 
     def identity(self, model_fingerprint: str, file_fingerprint: Fingerprint) -> str:
         """Equal for requests whose videos are the same."""
-        decisive = {name: value for name, value in self.values.items() if _is_decisive(name, value)}
+        values = dict(self.values)
+        if values.get("vae_backend") != "tiny":
+            values.pop("tiny_vae", None)  # previews alone show it
+        decisive = {name: value for name, value in values.items() if _is_decisive(name, value)}
         files: dict[str, list[Any]] = {
-            name: [file_fingerprint(each) for each in _as_list(self.values[name])]
+            name: [file_fingerprint(each) for each in _as_list(values[name])]
             for name in FILE_FIELDS
-            if name in self.values and name != "lora"
+            if name in values and name != "lora"
         }
-        if "lora" in self.values:
-            parts = [split_lora(each) for each in _as_list(self.values["lora"])]
+        if "lora" in values:
+            parts = [split_lora(each) for each in _as_list(values["lora"])]
             files["lora"] = [[file_fingerprint(address), chosen] for address, chosen in parts]
         return _digest({**decisive, **files, "model": model_fingerprint, "version": RESULT_VERSION})
 

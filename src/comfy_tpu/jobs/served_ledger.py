@@ -180,7 +180,7 @@ class ServedLedger(Ledger):
                 ).fetchone()
                 for id_ in chosen
             ]
-        return [Job(row[0], Request.from_json(row[1]), row[2], row[3] + 1, row[4]) for row in rows]
+        return [Job(row[0], Request(self._parse(row[1])), row[2], row[3] + 1, row[4]) for row in rows]
 
     def held_jobs(self) -> set[str]:
         """The ids of the jobs that this server has leased; those that another one cancelled are not among them."""

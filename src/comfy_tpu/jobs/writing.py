@@ -35,6 +35,8 @@ class Row:
     """Of its videos, inside the directory."""
     embeddings: PromptEmbeddings
     metadata: Mapping[str, str]
+    factor: int = 1
+    """Of its frames per second, where frames are made between those of the model."""
 
 
 @dataclasses.dataclass
@@ -138,7 +140,7 @@ class Writer:
             media.write_videos(
                 paths,
                 (chunk[: len(paths)] for chunk in writing.take_chunks()),
-                fps=rows[0].settings.fps,
+                fps=rows[0].settings.fps * rows[0].factor,
                 metadata=[{**row.metadata, "video": str(index)} for row in rows for index in range(len(row.paths))],
                 sheet=None if sheet is None else directory / sheet,
                 sound=writing.sound,

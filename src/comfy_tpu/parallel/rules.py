@@ -185,7 +185,7 @@ def _match(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Rule]:
             f"rules that match no weight: {_join(idle)}; correct or remove them. Weights are {_join(names)}"
         )
     if problems:
-        raise ShardingError("\n".join(problems) + see("no-sharding-rule"))
+        raise ShardingError("\n".join(problems) + see("no-sharding-rule"), has_lines=True)
     return {name: found[0] for name, found in matches.items()}
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 
 import comfy_tpu
@@ -31,6 +31,7 @@ from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.initial import INITIAL
 from comfy_tpu.pipeline.model_files import find_local, is_hub_id
 from comfy_tpu.pipeline.stage_messages import FORMAT
+from comfy_tpu.safetensors_input import SAFETENSORS_ERRORS
 
 Stage = Literal["text", "latents"]
 
@@ -73,6 +74,8 @@ class Header:
     """What the transformer computed in 8 bits; empty: nothing."""
     preset: str = ""
     """The name of the preset whose settings these are; empty: none."""
+    second_pass: str = ""
+    """JSON of what the denoising started from, where it is latents of an earlier one; empty: it is not."""
 
 
 def describe(
@@ -85,14 +88,22 @@ def describe(
     attention_window: str = "",
     quantization: str = "",
     preset: str = "",
+    tiny_vae: str = "",
+    second_pass: str = "",
+    interpolation: str = "",
 ) -> dict[str, str]:
-    """The metadata of an artifact or a video. Bytes of a name that are not UTF-8 become question marks."""
+    """The metadata of an artifact or a video. `tiny_vae`: the fingerprint of the decoder of its frames, where it is not
+    the VAE's; `interpolation`: that of the network that made frames between them. Bytes of a name that are not UTF-8
+    become question marks."""
     optional = {
         "pictures": images_fingerprint,
         "loras": loras,
         "attention_window": attention_window,
         "quantize": quantization,
         "preset": preset,
+        "tiny_vae": tiny_vae,
+        "second_pass": second_pass,
+        "interpolation": interpolation,
     }
     description = {
         "prompt": prompt,
@@ -108,11 +119,15 @@ def describe(
 
 
 def is_same(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:
-    """Whether two outputs have the same prompt, images, model, LoRAs, settings, precisions and attention window.
+    """Whether two outputs have the same prompt, images, model, LoRAs, settings, precisions, attention window, decoder,
+    second pass and interpolation.
 
     Their contents are then equal up to the order of sums, which depends on the mesh.
     """
-    keys = ("prompt", "pictures", "settings", "model_fingerprint", "dtype", "loras", "attention_window", "quantize")
+    keys = (
+        *("prompt", "pictures", "settings", "model_fingerprint", "dtype", "loras", "attention_window", "quantize"),
+        *("tiny_vae", "second_pass", "interpolation"),
+    )
     return all(found.get(key) == expected.get(key) for key in keys)
 
 
@@ -233,7 +248,7 @@ def read_metadata(path: Path, stage: Stage) -> dict[str, str]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata: dict[str, str] = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
+    except SAFETENSORS_ERRORS as error:
         raise CheckpointError(
             f"{path} cannot be read as safetensors ({error}); it is truncated, damaged or of another format: "
             f"make it again with `comfy-tpu {maker}`"
@@ -280,7 +295,7 @@ def _load(path: Path, stage: Stage, model: Model) -> tuple[Header, dict[str, tor
         with safe_open(path, framework="pt", device="cpu") as file:
             # Copies: a tensor that stays mapped to the file would change or crash with it.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except SAFETENSORS_ERRORS as error:
         raise _damaged_error(path, str(error), maker) from error
     return header, tensors
 
@@ -307,6 +322,7 @@ def _parse(path: Path, metadata: Mapping[str, str], stage: Stage) -> Header:
             metadata.get("attention_window", ""),
             metadata.get("quantize", ""),
             metadata.get("preset", ""),
+            metadata.get("second_pass", ""),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged_error(path, repr(error), MAKER[stage]) from error

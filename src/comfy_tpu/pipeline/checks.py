@@ -96,7 +96,8 @@ def check_initial(files: ModelFiles, shared: Embeddings, settings: GenerationSet
             f"the image or video was encoded for another model: {files.name} does not start from it; leave it out"
         )
     check_strength(card, read_strength(shared), settings)
-    expected = (1, *latent_shape(files.family, files.latent_channels, settings)[1:])
+    rows = settings.num_videos if len(shared[INITIAL]) == settings.num_videos else 1  # for all videos, or for each
+    expected = (rows, *latent_shape(files.family, files.latent_channels, settings)[1:])
     if tuple(shared[INITIAL].shape) != expected:
         raise InvalidValueError(
             f"the image or video was encoded for other sizes: {INITIAL} has shape {tuple(shared[INITIAL].shape)}, "

@@ -20,6 +20,7 @@ from comfy_tpu.families.context import window_settings
 from comfy_tpu.pipeline import segments
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.images import as_image
+from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint
 
 
 class Stages(segments.Stages, Protocol):
@@ -36,6 +37,7 @@ def denoise_continued(
     embeddings: PromptEmbeddings,
     settings: GenerationSettings,
     seeds: Sequence[int] = (),
+    checkpoint: StepCheckpoint | None = None,
 ) -> torch.Tensor:
     """The latents of the whole video. `embeddings`: with those of the first image, for one segment. The last segment
     has the length of the others, and is cut."""
@@ -48,7 +50,7 @@ def denoise_continued(
         shared = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
         return dataclasses.replace(embeddings, shared=shared)
 
-    first, *later = segments.denoise_segments(stages, card, settings, seeds, read)
+    first, *later = segments.denoise_segments(stages, card, settings, seeds, read, checkpoint)
     joined = torch.cat((first, *(latents[:, :, 1:] for latents in later)), dim=2)
     return joined[:, :, : card.latent_frames(settings)].contiguous()
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +20,11 @@ from comfy_tpu.pipeline.embeddings import Embeddings, PromptEmbeddings
 from comfy_tpu.pipeline.initial import INITIAL, STRENGTH
 from comfy_tpu.pipeline.noise import image_noise, initial_noise, sound_noise
 from comfy_tpu.pipeline.padding import merge_padding
+from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.schedule import HISTORY
 from comfy_tpu.pipeline.step import StepPrograms, count_branches, split_prepared, step_shape
+from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint
 from comfy_tpu.pipeline.step_plan import Plan, PlannedStep
 from comfy_tpu.pipeline.windows import WindowedVideo, find_context
 
@@ -37,10 +40,10 @@ def denoise_steps(
     embeddings: PromptEmbeddings,
     settings: GenerationSettings,
     seeds: Sequence[int] = (),
-    generator: torch.Generator | None = None,
+    checkpoint: StepCheckpoint | None = None,
 ) -> Generator[State, None, None]:
     """Yields the state after each step; the next step takes over its memory. `seeds`: those of the rows, where each
-    has its own."""
+    has its own. Where `checkpoint` has a state, that one is yielded first, and the steps before it are not computed."""
     video = _windowed_video(running, embeddings, settings)
     if video is None:
         _warn_of_idle_devices(running, plan, settings)
@@ -51,26 +54,38 @@ def denoise_steps(
     card = running.family.card
     front = first.shape[2] - card.latent_size(settings)[0]
     shown = slice(front, front + card.latent_frames(settings))
-    done, size = 0, running.size
+    begin, size = 0, running.size
+    if checkpoint is not None and (restored := checkpoint.restore(first)) is not None:
+        begin, samples, outputs = restored[0], to_device(restored[1]), to_device(restored[2])
+        running.report("denoising", "", begin, len(plan), size=size)
+        yield samples, outputs
+    done = begin
 
     def report_again() -> None:
         """Reports the steps that are done, so that a run may also be cancelled within one."""
         running.report("denoising", "", done, len(plan), size=size)
 
+    def stop_if_asked() -> None:
+        if checkpoint is not None:
+            checkpoint.stop_if_asked(done, samples, outputs)
+
     # Another prompt is other inputs of the same programs.
     prompts = [embeddings.at(index / len(plan)) for index in range(len(plan))]
-    runs = itertools.groupby(zip(plan, prompts, strict=True), lambda pair: _run_key(*pair))
+    left = list(zip(plan, prompts, strict=True))[begin:]
+    runs = itertools.groupby(left, lambda pair: _run_key(*pair))
     for (number, guided, *_), run in runs:
         steps, (current, *_) = zip(*run, strict=True)
         programs = running.step_programs(number)
-        with running.weights(running.family.denoiser.transformers[number]) as loaded:
+        transformer = running.family.denoiser.transformers[number]
+        watched = contextlib.nullcontext() if checkpoint is None else _stopping_while_loading(running, stop_if_asked)
+        with watched, running.weights(transformer) as loaded:
             with jax.profiler.TraceAnnotation("prepare prompt"):
                 branches = count_branches(running.family, settings, guided=guided)
                 rows = _prompt_rows(running, current, branches, settings, video)
                 prompt_weights, prepared = split_prepared(programs.prepare(rows)(loaded, **rows))
             weights = {**loaded, **prompt_weights}
-            if done == 0:
-                running.report("denoising", "", 0, len(plan), size=size)
+            if done == begin:
+                report_again()
             for step in steps:
                 with jax.profiler.StepTraceAnnotation("denoising step", step_num=done + 1):
                     if video is None or step.reused:
@@ -90,9 +105,29 @@ def denoise_steps(
                     check_finite("the first step", {"latents": to_host(samples[0])}, running.dtype_name)
                 preview = functools.partial(_predict_video, samples[1], outputs[0], step.sigma, frames=shown)
                 running.report("denoising", "", done, len(plan), size=size, preview=preview, reused=step.reused)
+                if checkpoint is not None:
+                    checkpoint.after_step(done, samples, outputs)
                 yield samples, outputs
             # The keys and values of two branches are not kept beside those of one.
             del weights, prompt_weights, prepared
+
+
+@contextlib.contextmanager
+def _stopping_while_loading(running: RunningModel, stop_if_asked: Callable[[], None]) -> Iterator[None]:
+    """Lets a run be stopped while weights are loaded: 28 GB of a second transformer take longer than the half minute
+    that a spot machine has left. Not while a step is computed, which has taken over the state's memory."""
+    report = running.on_progress
+
+    def report_and_stop(progress: Progress) -> None:
+        report(progress)
+        if progress.stage == "loading":
+            stop_if_asked()
+
+    running.on_progress = report_and_stop
+    try:
+        yield
+    finally:
+        running.on_progress = report
 
 
 def _run_key(step: PlannedStep, prompts: PromptEmbeddings) -> tuple[int, bool, int, int]:

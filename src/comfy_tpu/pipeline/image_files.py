@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import struct
 import warnings
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -13,11 +16,27 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """The formats that are read, whatever the file's name. For others Pillow may start programs: Ghostscript for EPS."""
 
 
+IMAGE_ERRORS = (
+    *(OSError, EOFError, SyntaxError, NotImplementedError, Image.DecompressionBombError, struct.error, zlib.error),
+    *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
+)
+"""What Pillow's readers raise of a damaged file: their own errors, and what Python says of a header's numbers."""
+
+
 def open_image_file(file: Path | IO[bytes], formats: Sequence[str] = FORMATS) -> ImageFile.ImageFile:
     """Opens an image without decoding it. Raises Pillow's errors: DecompressionBombError over 178,956,970 pixels."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # from half of that; callers have their limits
+    with quiet_images():
         return Image.open(file, formats=list(formats))
+
+
+@contextlib.contextmanager
+def quiet_images() -> Iterator[None]:
+    """Without Pillow's warnings: of bombs, for which callers have limits, and of tags in a damaged file, whose image is
+    read or refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+        yield
 
 
 def describe_format(path: Path) -> str:

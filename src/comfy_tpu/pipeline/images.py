@@ -13,7 +13,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
-from comfy_tpu.pipeline.image_files import describe_format, open_image_file
+from comfy_tpu.pipeline.image_files import IMAGE_ERRORS, describe_format, open_image_file, quiet_images
 
 SIDE_MAX = 16384
 """An image with a longer side is refused before it is decoded or resized."""
@@ -29,7 +29,7 @@ def read_image(path: Path, field: str = "image") -> Image.Image:
     if not path.is_file():
         raise InvalidValueError(f"{field}={path} is not a file; give an image such as first.png", field=field)
     try:
-        with open_image_file(path) as image:
+        with quiet_images(), open_image_file(path) as image:
             if max(image.size) > SIDE_MAX:
                 raise InvalidValueError(
                     f"{field}={path} is {image.width}×{image.height}, more than {SIDE_MAX} on a side; make it smaller",
@@ -51,8 +51,7 @@ def read_image(path: Path, field: str = "image") -> Image.Image:
         raise InvalidValueError(
             f"{field}={path} has more than {PIXELS_MAX} pixels ({error}); make it smaller", field=field
         ) from error
-    # PIL's readers also let through what Python says of a damaged header or of a kind that they do not know.
-    except (OSError, SyntaxError, ValueError, NotImplementedError) as error:
+    except IMAGE_ERRORS as error:
         reason = describe_format(path) if isinstance(error, UnidentifiedImageError) else error
         raise InvalidValueError(
             f"{field}={path} cannot be read as an image ({reason}); give a PNG or JPEG", field=field

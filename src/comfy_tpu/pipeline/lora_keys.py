@@ -29,6 +29,7 @@ from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedErro
 from comfy_tpu.families.model_family import LoraNames, Rows
 from comfy_tpu.families.shared.lora_names import ALL
 from comfy_tpu.json_input import parse_json
+from comfy_tpu.safetensors_input import SAFETENSORS_ERRORS
 
 Part = Literal["down", "up", "alpha", "difference", "bias"]
 
@@ -66,6 +67,11 @@ _UNSUPPORTED_KINDS = {
     "oft_": "an OFT",
 }
 _FACTOR_SUFFIXES = tuple(f".{suffix}" for suffix, part in _PARTS.items() if part in ("down", "up"))
+_REPETITION = re.compile(r"(?<!\\)[*+?{]")
+_REPEATED_GROUP = re.compile(r"\)[*+?{]|\\\d")
+_PATTERNS_MAX, _REPEATING_PATTERNS_MAX, _REPETITIONS_MAX = 20_000, 64, 2
+"""Files have the names of modules, one for each, or `.*to_q`. With two repetitions and a module's name of 100 letters a
+pattern takes 2 ms at most."""
 _METADATA = "lora_adapter_metadata"
 """The metadata key under which diffusers stores PEFT's configuration, which includes alpha."""
 
@@ -198,8 +204,13 @@ class LoraFile:
                 "lora_B.weight, or in lora_down.weight and lora_up.weight",
                 field="lora",
             )
-        with safe_open(path, framework="pt", device="cpu") as opened:
-            metadata = opened.metadata() or {}
+        try:
+            with safe_open(path, framework="pt", device="cpu") as opened:
+                metadata = opened.metadata() or {}
+        except SAFETENSORS_ERRORS as error:
+            raise CheckpointError(
+                f"lora={path} cannot be read ({error}); look at the disk, or download it again", field="lora"
+            ) from error
         return cls(path, checkpoint, modules, tuple(others), _adapter(path, metadata), metadata)
 
     def read(self, key: str) -> torch.Tensor:
@@ -327,4 +338,22 @@ def _adapter(path: Path, metadata: Mapping[str, str]) -> Mapping[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"lora={path}: its {_METADATA} is no object; download it again", field="lora")
-    return {key.removeprefix("transformer."): value for key, value in content.items()}
+    adapter = {key.removeprefix("transformer."): value for key, value in content.items()}
+    if problem := _pattern_problem(adapter.get("alpha_pattern") or {}):
+        raise CheckpointError(
+            f"lora={path}: alpha_pattern in its {_METADATA} is not PEFT's ({problem}); download it again", field="lora"
+        )
+    return adapter
+
+
+def _pattern_problem(patterns: Any) -> str | None:
+    """Why regular expressions of a file are not used. Python's may take for ever: (a+)+$ of thirty letters does."""
+    if not isinstance(patterns, dict):
+        return "it is no object"
+    repeating = [pattern for pattern in patterns if _REPETITION.search(pattern)]
+    if len(patterns) > _PATTERNS_MAX or len(repeating) > _REPEATING_PATTERNS_MAX:
+        return f"it has {len(patterns)} patterns, {len(repeating)} with repetitions"
+    for pattern in repeating:
+        if _REPEATED_GROUP.search(pattern) or len(_REPETITION.findall(pattern)) > _REPETITIONS_MAX:
+            return f"{pattern[:100]} has a repeated group, or more than {_REPETITIONS_MAX} repetitions"
+    return None

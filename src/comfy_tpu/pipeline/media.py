@@ -41,6 +41,7 @@ from comfy_tpu.pipeline.frame_names import (
     is_sequence,
     number_videos,
 )
+from comfy_tpu.pipeline.image_files import IMAGE_ERRORS, quiet_images
 from comfy_tpu.pipeline.sound import Waveform
 from comfy_tpu.pipeline.video_formats import (
     Encoder,
@@ -238,11 +239,11 @@ def read_metadata(output: str | Path) -> dict[str, str]:
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is not a file; expected one that comfy-tpu wrote")
     try:
-        found = parse_json(read_comment(path) or "{}")
+        with quiet_images():
+            found = parse_json(read_comment(path) or "{}")
     except ValueError:  # a comment of another program; av's InvalidDataError, too, is a ValueError
         return {}
-    # Pillow raises SyntaxError on a damaged image.
-    except (OSError, SyntaxError, av.error.FFmpegError, Image.DecompressionBombError) as error:
+    except (av.error.FFmpegError, *IMAGE_ERRORS) as error:
         raise CheckpointError(f"{path} cannot be read as {path.suffix[1:]} ({error}); write it again") from error
     return found if isinstance(found, dict) else {}
 

@@ -19,6 +19,7 @@ from comfy_tpu.pipeline import segments
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.media_encoding import encode_clips
 from comfy_tpu.pipeline.running_model import RunningModel
+from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint
 
 
 class Stages(segments.Stages, Protocol):
@@ -52,13 +53,14 @@ def denoise_media_segments(
     embeddings: PromptEmbeddings,
     settings: GenerationSettings,
     seeds: Sequence[int] = (),
+    checkpoint: StepCheckpoint | None = None,
 ) -> torch.Tensor:
     """The latents of all segments. `embeddings`: with those of the whole given videos."""
 
     def read(number: int, previous: torch.Tensor | None) -> PromptEmbeddings:
         return encode_segment(stages.running, embeddings, number, previous, settings)
 
-    return torch.cat(segments.denoise_segments(stages, card, settings, seeds, read), dim=2)
+    return torch.cat(segments.denoise_segments(stages, card, settings, seeds, read, checkpoint), dim=2)
 
 
 def decode_media_segments(

@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -325,11 +325,12 @@ class ModelFiles:
             folders.append("scheduler")
         for folder in folders:
             for path in sorted(self.path(folder).glob("*")):
-                digest.update(f"{folder}/{path.name}:{path.stat().st_size};".encode())
+                with _read_errors(path):
+                    digest.update(f"{folder}/{path.name}:{path.stat().st_size};".encode())
+                    if path.suffix == ".json":
+                        digest.update(path.read_bytes())
                 if path.suffix == ".safetensors":
                     digest_tensors(path, digest)
-                elif path.suffix == ".json":
-                    digest.update(path.read_bytes())
         return digest.hexdigest()[:16]
 
     def _config_path(self, spec: ComponentSpec) -> Path:
@@ -390,8 +391,19 @@ def _is_plain_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
+@contextlib.contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    """Names the file: an error of reading, unlike one of opening, does not."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror or error}); look at the disk, or download it again"
+        ) from error
+
+
 def digest_tensors(path: Path, digest: Any) -> None:
-    with path.open("rb") as file:
+    with _read_errors(path), path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length)
         digest.update(header)

@@ -104,6 +104,9 @@ def _create_locked(directory: Path, is_directory: bool) -> tuple[Path, int]:
                 lock = os.open(partial, os.O_RDONLY | _FLAGS)
             except FileNotFoundError:
                 continue
+            except OSError:
+                _remove(partial)
+                raise
         else:
             lock = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR | _FLAGS, 0o666)
         if _acquire(lock) is not False and _is_open_as(partial, lock):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     import torch
 
-Stage = Literal["loading", "compiling", "encoding", "denoising", "decoding"]
+Stage = Literal["loading", "compiling", "encoding", "denoising", "decoding", "interpolating"]
 
 
 class FetchPreview(Protocol):

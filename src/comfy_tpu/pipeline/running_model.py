@@ -17,17 +17,21 @@ from comfy_tpu.compiler.component import Component, ComponentSpec
 from comfy_tpu.compiler.program import DeviceProgram, ProgramEvent
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.compiler.stored import open_store
+from comfy_tpu.compiler.weights import WeightSource
 from comfy_tpu.config import AttentionConfig, Lora, Quantization, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, trace_errors
 from comfy_tpu.families.model_family import ModelFamily
+from comfy_tpu.families.shared.tiny_decoders import TINY_VAE
 from comfy_tpu.kernels.choice import has_int8_kernel
 from comfy_tpu.kernels.quantized import native_format
 from comfy_tpu.parallel.placement import Placement
+from comfy_tpu.pipeline.frame_decoder import TINY_DECODER, FrameDecoder, vae_decoder
 from comfy_tpu.pipeline.lora import NO_LORAS, Loras, open_loras
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.program_dump import dump_program
 from comfy_tpu.pipeline.progress import Progress, ProgressCallback, Stage, ignore_progress, model_title
 from comfy_tpu.pipeline.step import StepPrograms
+from comfy_tpu.pipeline.tiny_vae import TinyVae
 from comfy_tpu.pipeline.vae_backend import vae_functions
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -79,8 +83,10 @@ class RunningModel:
         on_progress: ProgressCallback = ignore_progress,
         loras: Loras = NO_LORAS,
         blank: bool = False,
+        tiny: TinyVae | None = None,
     ) -> None:
-        """`blank`: weights are zeros, and of checkpoints only headers are read."""
+        """`blank`: weights are zeros, and of checkpoints only headers are read. `tiny`: the tiny decoder of
+        `runtime`."""
         self.files = files
         self.placement = placement
         self.step_placement = placement
@@ -92,6 +98,10 @@ class RunningModel:
         self.quantize = choose_quantization(runtime, placement)
         self.attention = choose_attention(runtime, placement)
         self.vae = vae_functions(runtime.vae_backend, files.family)
+        self.tiny = tiny
+        is_tiny = runtime.vae_backend == "tiny"
+        self.decoder: FrameDecoder = TINY_DECODER if is_tiny else vae_decoder(files.family, self.vae)
+        """What decodes the frames of results."""
         self.on_progress = on_progress
         """May be replaced between two runs."""
         self.loras = loras
@@ -138,9 +148,11 @@ class RunningModel:
             if spec.name in self._checked:
                 continue
             try:
-                self.component(spec).check(self.files.checkpoint(spec))
+                self.component(spec).check(self._checkpoint(spec))
             except CheckpointError as error:
-                raise CheckpointError(f"model={self.files.name}: {error}", field="model") from error
+                tiny = self._own_file(spec)
+                field, name = ("model", self.files.name) if tiny is None else ("tiny_vae", tiny.path)
+                raise CheckpointError(f"{field}={name}: {error}", field=field) from error
             self._checked.add(spec.name)
 
     def component(self, spec: ComponentSpec) -> Any:
@@ -154,14 +166,24 @@ class RunningModel:
             self._components[key] = self._make_component(spec, placement)
         return self._components[key]
 
+    def _config(self, spec: ComponentSpec) -> dict[str, Any]:
+        return self.files.config(spec) if (tiny := self._own_file(spec)) is None else dict(tiny.config)
+
+    def _checkpoint(self, spec: ComponentSpec) -> WeightSource:
+        return self.files.checkpoint(spec) if (tiny := self._own_file(spec)) is None else tiny.source
+
+    def _own_file(self, spec: ComponentSpec) -> TinyVae | None:
+        """The file of a component that is no part of the model."""
+        return self.tiny if spec is TINY_VAE else None
+
     def _make_component(self, spec: ComponentSpec, placement: Placement) -> Any:
-        config, runtime = self.files.config(spec), self.runtime
+        config, runtime = self._config(spec), self.runtime
         attention = self.attention
         if spec not in self.family.denoiser.transformers:
             # The choice of a kernel is for the transformers: not every kernel takes the masks of text encoders.
             attention = dataclasses.replace(attention, implementation="auto", block_sizes=None)
         options: dict[str, Any] = {"dtype": self.dtype, "attention": attention, "cache": runtime.cache}
-        limits = skeleton_limits(tensor.shape for tensor in self.files.checkpoint(spec).tensors.values())
+        limits = skeleton_limits(tensor.shape for tensor in self._checkpoint(spec).tensors.values())
         component = Component(
             spec, config, placement, quantize=self.quantize, limits=limits, store=self.store, **options
         )
@@ -210,14 +232,15 @@ class RunningModel:
             changes = {"changes": loras} if loras.key else {}
             on_progress = functools.partial(self.report, "loading", spec.name, part=spec.name)
             with jax.profiler.TraceAnnotation(f"load {spec.name}"):
-                source = self.files.checkpoint(spec)
+                source = self._checkpoint(spec)
                 source = BlankSource(source) if self._blank else source
                 loaded: dict[str, jax.Array] = component.load(source, on_progress, **changes)
             return loaded
 
-        backend = self.runtime.vae_backend if spec is self.family.vae.component else ""
+        backend = "nnx" if spec is self.family.vae.component and self.vae.make_component is not None else ""
         precision = (self.dtype, self.quantize, self._blank)
-        key = WeightsKey(self.files.fingerprint, spec.name, component.placement.mesh, precision, loras.key, backend)
+        fingerprint = (self._own_file(spec) or self.files).fingerprint
+        key = WeightsKey(fingerprint, spec.name, component.placement.mesh, precision, loras.key, backend)
         taken = self._take_from_other_mesh(key, component)
         self._resident.add(key)
         with self._residency.use(

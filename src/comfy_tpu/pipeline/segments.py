@@ -18,6 +18,7 @@ from comfy_tpu.families.card import ModelCard
 from comfy_tpu.families.context import window_settings
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.progress import Progress, ProgressCallback
+from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint
 
 
 class Stages(Protocol):
@@ -29,8 +30,12 @@ class Stages(Protocol):
     @on_progress.setter
     def on_progress(self, callback: ProgressCallback) -> None: ...
 
-    def denoise(
-        self, embeddings: PromptEmbeddings, settings: GenerationSettings, *, seeds: Sequence[int] = ()
+    def denoise_segment(
+        self,
+        embeddings: PromptEmbeddings,
+        settings: GenerationSettings,
+        seeds: Sequence[int],
+        checkpoint: StepCheckpoint | None,
     ) -> torch.Tensor: ...
 
     def decode(self, latents: torch.Tensor, settings: GenerationSettings) -> Iterable[torch.Tensor]: ...
@@ -48,21 +53,30 @@ the segment is made from."""
 
 
 def denoise_segments(
-    stages: Stages, card: ModelCard, settings: GenerationSettings, seeds: Sequence[int], read: ReadSegment
+    stages: Stages,
+    card: ModelCard,
+    settings: GenerationSettings,
+    seeds: Sequence[int],
+    read: ReadSegment,
+    checkpoint: StepCheckpoint | None = None,
 ) -> list[torch.Tensor]:
-    """The latents of each segment. Segment k has the noise of seed + k. All but the last segment are decoded, too, for
-    the frames that the next one begins with. All have the same length: one program computes them."""
+    """The latents of each segment; those that `checkpoint` has are not made again. Segment k has the noise of seed + k.
+    All but the last segment are decoded, too, for the frames that the next one begins with. All have the same length:
+    one program computes them."""
     own, count = window_settings(settings), card.segment_count(settings)
-    made: list[torch.Tensor] = []
+    made: list[torch.Tensor] = [] if checkpoint is None else list(checkpoint.segments)
     previous: torch.Tensor | None = None
     with _SegmentProgress(stages, count) as progress:
-        for number in range(count):
+        for number in range(len(made), count):
+            if number:
+                before = dataclasses.replace(own, seed=_later_seed(settings.seed, number - 1))
+                previous = _last_frames(stages.decode(made[-1], before), card.segment_overlap(settings))
             progress.segment = number
             segment = dataclasses.replace(own, seed=_later_seed(settings.seed, number))
             later_seeds = [_later_seed(seed, number) for seed in seeds]
-            made.append(stages.denoise(read(number, previous), segment, seeds=later_seeds))
-            if number + 1 < count:
-                previous = _last_frames(stages.decode(made[-1], segment), card.segment_overlap(settings))
+            made.append(stages.denoise_segment(read(number, previous), segment, later_seeds, checkpoint))
+            if checkpoint is not None:
+                checkpoint.finish_segment(made[-1])
     return made
 
 

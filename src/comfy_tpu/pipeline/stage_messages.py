@@ -35,6 +35,7 @@ from comfy_tpu.json_input import parse_json
 from comfy_tpu.pipeline.embeddings import Embeddings, PromptEmbeddings, TimedEmbeddings
 from comfy_tpu.pipeline.given_media import GivenMedia, read_frames
 from comfy_tpu.pipeline.video_files import Frames, VideoSource
+from comfy_tpu.safetensors_input import SAFETENSORS_ERRORS
 
 FORMAT = 2
 """Of the metadata, here and in `artifacts.py`."""
@@ -101,7 +102,7 @@ def read_message(path: Path) -> StageMessage:
             # Copies: a tensor that stays mapped to the file would change or crash with it.
             tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
         return _check(tensors, header)
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (*SAFETENSORS_ERRORS, ValueError, KeyError, TypeError) as error:
         raise _unreadable(error) from error
 
 
@@ -233,7 +234,9 @@ def read_embeddings(message: StageMessage) -> PromptEmbeddings:
 
 def _read_timed(branch: str, found: Mapping[int, Tensors], ranges: Mapping[str, Any]) -> tuple[TimedEmbeddings, ...]:
     given = ranges.get(branch, [])
-    numbers = list(range(len(given))) if isinstance(given, list) else []
+    if not isinstance(given, list):
+        raise InvalidValueError(f"ranges of the {branch} prompts are no list", field="ranges")
+    numbers = list(range(len(given)))
     if (numbers or [0]) != sorted(found) and not (not found and not numbers):
         raise InvalidValueError(f"ranges of the {branch} prompts do not fit their number", field="ranges")
     for each in given:

@@ -11,7 +11,7 @@ from comfy_tpu.families.model_family import ModelFamily, VaeFunctions
 from comfy_tpu.parallel.constraints import Axes
 from comfy_tpu.parallel.placement import Placement
 
-_COLUMN_AXES: Axes = (None, None, None, None, MESH_AXES)
+COLUMN_AXES: Axes = (None, None, None, None, MESH_AXES)
 """The axes of frames: columns over the whole mesh."""
 
 
@@ -20,9 +20,9 @@ def vae_functions(backend: VaeBackend, family: ModelFamily) -> VaeFunctions:
         return family.vae.other_backends[backend]()
     return VaeFunctions(
         family.vae.decode_frame,
-        {"latent": _COLUMN_AXES, "cache": _COLUMN_AXES},
+        {"latent": COLUMN_AXES, "cache": COLUMN_AXES},
         family.media.encode_frames if family.media else None,
-        {"pixels": _COLUMN_AXES, "cache": _COLUMN_AXES},
+        {"pixels": COLUMN_AXES, "cache": COLUMN_AXES},
     )
 
 
@@ -35,14 +35,16 @@ def split_columns(axes: Mapping[str, Axes], columns: int, placement: Placement) 
     return axes if columns >= placement.sizes.device_count else {}
 
 
-def check_vae_backend(backend: str, family: ModelFamily, config: Callable[[], Config]) -> None:
+def check_vae_backend(
+    backend: str, family: ModelFamily, config: Callable[[], Config], *, takes_tiny: bool = False
+) -> None:
     """Raises an error for a backend that the model does not have; runs before devices are started. `config`: the VAE's
-    configuration."""
+    configuration. `takes_tiny`: "tiny" is checked elsewhere, by its file."""
     if backend not in VAE_BACKENDS:
         raise InvalidValueError(
             f"vae_backend={backend!r} is unknown; choose from {', '.join(VAE_BACKENDS)}", field="vae_backend"
         )
-    if backend == "torchax":
+    if backend == "torchax" or (backend == "tiny" and takes_tiny):
         return
     vae = family.vae
     if backend not in vae.other_backends:

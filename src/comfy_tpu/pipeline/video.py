@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +43,7 @@ from comfy_tpu.families.settings import (
 from comfy_tpu.families.shared.packed_sound import split_sound
 from comfy_tpu.parallel.mesh import make_placement
 from comfy_tpu.parallel.placement import Placement
+from comfy_tpu.pipeline import artifacts
 from comfy_tpu.pipeline.checks import (
     check_boundary,
     check_context,
@@ -69,6 +72,7 @@ from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.padding import restore_padding, trim_tokens
 from comfy_tpu.pipeline.presets import choose_preset, with_own_lora
 from comfy_tpu.pipeline.preview_colours import PreviewColours
+from comfy_tpu.pipeline.preview_images import ColourPreviews, Previews
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.reuse import Curve, find_curve
 from comfy_tpu.pipeline.running_model import RunningModel
@@ -77,8 +81,11 @@ from comfy_tpu.pipeline.schedule import Schedule, make_schedule
 from comfy_tpu.pipeline.single_files import open_model
 from comfy_tpu.pipeline.sound import Waveform
 from comfy_tpu.pipeline.step import batch_rows, count_branches, latent_shape
+from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint, digest_embeddings
 from comfy_tpu.pipeline.step_plan import Plan, make_plan
 from comfy_tpu.pipeline.text import tokenize
+from comfy_tpu.pipeline.tiny_previews import TinyPreviews
+from comfy_tpu.pipeline.tiny_vae import choose_tiny_vae
 from comfy_tpu.pipeline.vae_backend import check_vae_backend, split_columns
 from comfy_tpu.quiet import quiet
 
@@ -125,7 +132,9 @@ class VideoPipeline:
         files = open_model(model, name=name)
         check(files)
         check_window(runtime.attention, files)
-        check_vae_backend(runtime.vae_backend, files.family, lambda: files.config(files.family.vae.component))
+        vae = files.family.vae.component
+        check_vae_backend(runtime.vae_backend, files.family, lambda: files.config(vae), takes_tiny=True)
+        tiny = choose_tiny_vae(runtime, files)
         opened = open_loras(with_own_lora(files, loras, preset), files)
         choice = choose_preset(files, opened, preset)
 
@@ -141,7 +150,7 @@ class VideoPipeline:
         placement = place(files.defaults)
         if residency is None:
             residency = shared_residency() if runtime.memory is None else Residency(runtime.memory)
-        options: dict[str, Any] = {"on_progress": on_progress, "loras": opened, "blank": blank}
+        options: dict[str, Any] = {"on_progress": on_progress, "loras": opened, "blank": blank, "tiny": tiny}
         running = RunningModel(files, placement, runtime, residency=residency, **options)
         pipeline = cls(running, place if runtime.mesh == "auto" else None)
         pipeline.preset = choice
@@ -174,6 +183,22 @@ class VideoPipeline:
     @property
     def preview_colours(self) -> PreviewColours | None:
         return self.files.preview_colours
+
+    @functools.cached_property
+    def previews(self) -> Previews | None:
+        """What shows latents: a tiny decoder where there is one, else the model's colours; None: nothing does.
+
+        On several hosts, colours: a program of all devices would wait for hosts that make no previews.
+        """
+        if self.running.tiny is not None and jax.process_count() == 1:
+            return TinyPreviews(self.running)
+        return None if self.preview_colours is None else ColourPreviews(self.preview_colours)
+
+    @property
+    def tiny_vae(self) -> str:
+        """The fingerprint of the tiny decoder that makes the frames; empty: the VAE does."""
+        tiny = self.running.tiny
+        return tiny.fingerprint if tiny is not None and self.running.runtime.vae_backend == "tiny" else ""
 
     def warn_of_ignored(self, settings: GenerationSettings) -> None:
         warn_of_ignored(self.family, self.defaults, settings)
@@ -300,7 +325,7 @@ class VideoPipeline:
         if not self._has_placed_steps:
             self._has_placed_steps = True
             running.place_steps(self.choose_placement(settings))
-        running.check_components(*self.family.components)
+        running.check_components(*self.family.components, running.decoder.component)
         guided = self._is_guided(settings)
         prompts = [prompt, settings.negative_prompt] if guided else [prompt]
         rows: dict[str, torch.Tensor] = {}
@@ -362,21 +387,42 @@ class VideoPipeline:
             return encode_media(self.running, media, settings, strength)
 
     def denoise(
-        self, embeddings: PromptEmbeddings, settings: GenerationSettings, *, seeds: Sequence[int] = ()
+        self,
+        embeddings: PromptEmbeddings,
+        settings: GenerationSettings,
+        *,
+        seeds: Sequence[int] = (),
+        checkpoint: StepCheckpoint | None = None,
     ) -> torch.Tensor:
         """Latents [num_videos, channels, frames, height, width], float32, in the transformer's scale. The sound's are
         in the last frames (families/shared/packed_sound.py).
 
         `seeds`: one of each video, instead of `settings.seed`, for the embeddings of several prompts
-        (`embeddings.merge_embeddings`).
+        (`embeddings.merge_embeddings`). `checkpoint`: where the steps are saved, and go on from; the caller removes it.
         """
         card, method = self.family.card, self._context_method(settings, embeddings.shared)
+        if checkpoint is not None:
+            plan = self._check_steps(embeddings, settings)
+            described = self._describe_steps(embeddings, settings, seeds)
+            segments = card.segment_count(settings) if method == "continue" else 1
+            checkpoint.begin(described, steps=len(plan), segments=segments)
         if method == "continue":
             denoise = denoise_media_segments if card.makes_segments else denoise_continued
             self._check_steps(embeddings, settings)
-            return denoise(self, card, embeddings, settings, seeds)
-        for samples, _ in self._steps(embeddings, settings, seeds):
-            latents = samples[0]
+            return denoise(self, card, embeddings, settings, seeds, checkpoint)
+        return self.denoise_segment(embeddings, settings, seeds, checkpoint)
+
+    def denoise_segment(
+        self,
+        embeddings: PromptEmbeddings,
+        settings: GenerationSettings,
+        seeds: Sequence[int],
+        checkpoint: StepCheckpoint | None,
+    ) -> torch.Tensor:
+        """`denoise` of a video that is made whole or by windows, or of a segment of a longer one."""
+        with contextlib.nullcontext() if checkpoint is None else checkpoint.deferring_signals():
+            for samples, _ in self._steps(embeddings, settings, seeds, checkpoint):
+                latents = samples[0]
         made = to_host(latents, consume=True)
         check_finite("denoising", {"latents": made}, self.dtype_name)
         made = made[:, :, made.shape[2] - self.latent_shape(settings)[2] :]  # without reference images
@@ -420,7 +466,7 @@ class VideoPipeline:
         """Yields frames [num_videos, t, height, width, 3], float32 in 0..1 on the host, as they are decoded."""
         check_settings(settings, self.limits)
         check_latents(latents, self.latent_shape(settings), settings)
-        self.running.check_components(self.family.vae.component)
+        self.running.check_components(self.running.decoder.component)
         card = self.family.card
         if choose_method(card, settings, begins_with_image=needs_first_frame(card)) == "continue":
             decode = decode_media_segments if card.makes_segments else decode_continued
@@ -449,8 +495,8 @@ class VideoPipeline:
 
     def part_count(self, latent_frames: int) -> int:
         """The parts in which latents of this many frames are decoded, as progress counts them."""
-        vae = self.family.vae
-        return count_parts(latent_frames, all_frames=vae.decodes_all_frames, tiles=vae.tiles)
+        decoder = self.running.decoder
+        return count_parts(latent_frames, all_frames=decoder.decodes_all_frames, tiles=decoder.tiles)
 
     def decode_segment(
         self, latents: torch.Tensor, settings: GenerationSettings, before: int, total: int
@@ -463,19 +509,19 @@ class VideoPipeline:
         self, latents: torch.Tensor, settings: GenerationSettings, before: int = 0, total: int = 0
     ) -> Generator[torch.Tensor, None, None]:
         """`before`: parts of the video that are decoded already, of `total`; 0: these latents are the whole video."""
-        running, functions, vae = self.running, self.running.vae, self.family.vae
+        running, decoder = self.running, self.running.decoder
         size = running.size = size_text(settings)
-        axes = split_columns(functions.decode_axes, latents.shape[-1], running.placement)
-        program = running.program(vae.component, functions.decode_frame, input_axes=axes, donate=("cache",))
-        with running.weights(vae.component) as weights:
+        axes = split_columns(decoder.axes, latents.shape[-1], running.placement)
+        program = running.program(decoder.component, decoder.decode_frame, input_axes=axes, donate=("cache",))
+        with running.weights(decoder.component) as weights:
             total = total or self.part_count(latents.shape[2])
             running.report("decoding", "", before, total, size=size)
             frames = decode_frames(
                 lambda latent, cache: program(weights, latent=latent, cache=cache),
                 latents,
-                vae.first_cache,
-                all_frames=vae.decodes_all_frames,
-                tiles=vae.tiles,
+                decoder.first_cache,
+                all_frames=decoder.decodes_all_frames,
+                tiles=decoder.tiles,
             )
             for index, part in enumerate(frames):
                 check_finite("the VAE's decoder", {"frames": part}, self.dtype_name)
@@ -510,15 +556,43 @@ class VideoPipeline:
         embeddings: PromptEmbeddings,
         settings: GenerationSettings,
         seeds: Sequence[int] = (),
+        checkpoint: StepCheckpoint | None = None,
     ) -> Generator[State, None, None]:
         plan = self._check_steps(embeddings, settings)
-        yield from denoise_steps(self.running, plan, embeddings, settings, seeds)
+        yield from denoise_steps(self.running, plan, embeddings, settings, seeds, checkpoint)
+
+    def _describe_steps(
+        self, embeddings: PromptEmbeddings, settings: GenerationSettings, seeds: Sequence[int]
+    ) -> dict[str, str]:
+        """All that decides the bits of the latents, as far as it is known."""
+        running = self.running
+        described = artifacts.describe(
+            embeddings.prompt,
+            settings,
+            self,
+            images_fingerprint=embeddings.images_fingerprint,
+            loras=self.loras.text,
+            attention_window=self.attention_window,
+            quantization=self.quantization,
+        )
+        del described["model"]  # the name; its fingerprint decides
+        placement = running.step_placement
+        return {
+            **described,
+            "seeds": " ".join(map(str, seeds)),
+            "embeddings": digest_embeddings(embeddings),
+            "devices": f"{placement.platform} {placement.chip}",
+            "mesh": f"{placement.sizes}, VAE {running.placement.sizes}",
+            "attention": str(running.attention),
+            "vae_backend": running.runtime.vae_backend,
+            "jax": jax.__version__,
+        }
 
     def _check_steps(self, embeddings: PromptEmbeddings, settings: GenerationSettings) -> Plan:
         """The plan of the steps, after a check of what they need, and with the transformers at their place."""
         plan = self.plan(settings, read_strength(embeddings.shared))
         self.running.place_steps(self.choose_placement(settings))
-        self.running.check_components(*self.family.denoiser.transformers, self.family.vae.component)
+        self.running.check_components(*self.family.denoiser.transformers, self.running.decoder.component)
         check_window(self.running.runtime.attention, self.files, self._step_settings(settings))
         check_embeddings(self.files, embeddings, plan.guided, settings)
         self.warn_of_ignored(settings)

@@ -28,15 +28,16 @@ from PIL import Image, ImageSequence, UnidentifiedImageError
 
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline.image_files import FORMATS as IMAGE_FORMATS
-from comfy_tpu.pipeline.image_files import open_image_file
+from comfy_tpu.pipeline.image_files import IMAGE_ERRORS, open_image_file, quiet_images
 from comfy_tpu.pipeline.images import PIXELS_MAX, SIDE_MAX, as_rgb, read_image
 
-_DEMUXERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,ogg,flv,asf"
+DEMUXERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,ogg,flv,asf"
 """The containers that are read. Playlists (HLS, DASH, concat) are not among them: they name other files."""
 _SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif"))
 _SAME_RATE = 0.01
 _PICTURES_MAX = 200_000
 """Of a video: two hours. The times of all are held in memory."""
+_SECONDS_MAX = 4 * 3600
 _NUMBER = re.compile(r"\d+")
 _COVER = 0x400
 """The bit of a stream that is the cover of a song."""
@@ -93,7 +94,7 @@ def open_video(path: Path, field: str, *, animations: bool = True) -> VideoSourc
             f"{field}={path} is not a file; give a video such as clip.mp4, or a directory of numbered images",
             field=field,
         )
-    if _is_image(path):
+    if is_image_file(path):
         return _open_image(path, field, animations)
     return VideoFile.open(path, field)
 
@@ -224,7 +225,7 @@ class Animation:
         return len(self._timing.picks(fps))
 
     def frames(self, fps: float) -> Iterator[Image.Image]:
-        with _read_errors(self._path, self._field), open_image_file(self._path) as opened:
+        with _read_errors(self._path, self._field), quiet_images(), open_image_file(self._path) as opened:
             pictures = (as_rgb(picture) for picture in ImageSequence.Iterator(opened))
             yield from _repeat(pictures, self._timing.picks(fps))
 
@@ -285,36 +286,38 @@ def _repeat(pictures: Iterator[Image.Image], picks: Sequence[int]) -> Iterator[I
         yield current
 
 
-def _is_image(path: Path) -> bool:
+def is_image_file(path: Path) -> bool:
     try:
         with open_image_file(path):
             return True
     except Image.DecompressionBombError:
         return True  # refused below, as an image
-    except (OSError, SyntaxError, ValueError, NotImplementedError):
+    except IMAGE_ERRORS:
         return False
 
 
 def _open_image(path: Path, field: str, animations: bool) -> VideoSource:
     first = read_image(path, field)  # checks sizes
     durations: list[float] = []
-    with _read_errors(path, field), open_image_file(path) as opened:
+    with _read_errors(path, field), quiet_images(), open_image_file(path) as opened:
         if getattr(opened, "is_animated", False) and opened.format in ("GIF", "WEBP", "PNG"):
             if not animations:
                 raise InvalidValueError(f"{field}={path} is an animation; give a video such as an MP4", field=field)
             for picture in ImageSequence.Iterator(opened):
+                _check_size(*picture.size, path, field)  # a frame may be larger than the first
                 picture.load()  # of WebP the duration is known then
                 durations.append(max(float(picture.info.get("duration", 0) or 0), 10.0) / 1000)
     if not durations:
         return Frames(np.asarray(first)[None], is_picture=True)
     ends = list(itertools.accumulate(durations))
+    _check_seconds(ends[-1], path, field)
     return Animation(path, first.size, _Timed([0.0, *ends[:-1]], ends[-1]), field)
 
 
 @contextlib.contextmanager
 def _open_container(path: Path, field: str) -> Iterator[Any]:
     # A file object: no protocol of FFmpeg's is ever used, whatever the content says.
-    options = {"format_whitelist": _DEMUXERS}
+    options = {"format_whitelist": DEMUXERS}
     with path.open("rb") as file:
         try:
             container = av.open(file, "r", options=options)
@@ -334,6 +337,8 @@ def _video_stream(container: Any, path: Path, field: str) -> Any:
         holds = "holds sound only" if container.streams.audio else "holds no video"
         raise InvalidValueError(f"{field}={path} {holds}; give a file with moving pictures", field=field)
     stream = streams[0]
+    if stream.codec_context is None:
+        raise InvalidValueError(f"{field}={path} is in a codec that is not known; convert it to H.264", field=field)
     _check_size(stream.codec_context.width, stream.codec_context.height, path, field)
     stream.thread_type = "AUTO"
     return stream
@@ -368,11 +373,22 @@ def _read_times(container: Any, stream: Any, path: Path, field: str) -> _Timed:
     stamps = next((each for each in (shown, decoded) if None not in each and len(set(each)) == len(each)), None)
     if stamps is None or len(packets) == 1:
         rate = float(stream.average_rate or stream.guessed_rate or 25)
+        _check_seconds(len(packets) / rate if rate > 0 else -1, path, field)
         return _Timed([index / rate for index in range(len(packets))], len(packets) / rate)
     seconds = [float((stamp - min(stamps)) * stream.time_base) for stamp in sorted(stamps)]
     usual = seconds[-1] / (len(seconds) - 1)
     last = float(durations[max(range(len(stamps)), key=stamps.__getitem__)] * stream.time_base)
+    _check_seconds(seconds[-1] + last, path, field)
     return _Timed(seconds, seconds[-1] + (last or usual))
+
+
+def _check_seconds(seconds: float, path: Path, field: str) -> None:
+    """Raises InvalidValueError for a duration whose frames would not be listed soon: a damaged file may say years."""
+    if not 0 <= seconds <= _SECONDS_MAX:
+        raise InvalidValueError(
+            f"{field}={path} is shown for {seconds:,.0f} s, more than {_SECONDS_MAX:,} s; cut a piece out of it",
+            field=field,
+        )
 
 
 def _decode(container: Any, path: Path, field: str) -> Iterator[Image.Image]:
@@ -425,7 +441,7 @@ def _read_errors(path: Path, field: str) -> Iterator[None]:
         yield
     except InvalidValueError:
         raise
-    except (av.error.FFmpegError, OSError, SyntaxError, ValueError, NotImplementedError, EOFError) as error:
+    except (av.error.FFmpegError, *IMAGE_ERRORS) as error:
         raise InvalidValueError(
             f"{field}={path} is damaged ({_reason(error)}); give another file", field=field
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -26,6 +27,7 @@ _CALLS = re.compile(
 _NAME = re.compile(r"%([\w.\-]+)")
 # What may hold a collective: one that the SparseCores run is a call of a computation of theirs.
 _CALLERS = ("async-start", "custom-call-start", "fusion")
+_DEVICES_MAX = 2**20
 _ITEM_BITS = {"pred": 8, "bf16": 16}
 
 
@@ -48,7 +50,8 @@ class Collective:
 
     def axes(self, sizes: MeshSizes) -> tuple[str, ...]:
         """The mesh axes along which the group lies."""
-        places = np.array(np.unravel_index(self.group, (sizes.dp, sizes.sp, sizes.tp)))
+        with _known_form("a collective's devices"):
+            places = np.array(np.unravel_index(self.group, (sizes.dp, sizes.sp, sizes.tp)))
         return tuple(axis for axis, row in zip(MESH_AXES, places, strict=True) if len(set(row.tolist())) > 1)
 
 
@@ -124,16 +127,39 @@ class Module:
     @functools.cached_property
     def times(self) -> dict[str, int]:
         """How often each computation runs in a step."""
-        times: dict[str, int] = defaultdict(int)
+        order = self._callers_first()
+        times = dict.fromkeys(order, 0) | {self._entry: 1}
+        for computation in order:
+            for instruction in self.computation(computation):
+                called = self.called_computations(instruction)
+                trips = self.trip_count(instruction) if called and instruction.operation == "while" else 1
+                for name in called:
+                    times[name] += times[computation] * trips
+        return times
 
-        def visit(computation: str, count: int) -> None:
-            times[computation] += count
-            for instruction in self._instructions[computation]:
-                for called in self.called_computations(instruction):
-                    visit(called, count * (self.trip_count(instruction) if instruction.operation == "while" else 1))
-
-        visit(self._entry, 1)
-        return dict(times)
+    def _callers_first(self) -> list[str]:
+        """The computations that run, each behind all that call it."""
+        finished: dict[str, bool] = {}
+        order: list[str] = []
+        open_: list[str] = [self._entry]
+        while open_:
+            computation = open_[-1]
+            if finished.get(computation):
+                open_.pop()
+            elif computation in finished:  # all that it calls are in the list
+                finished[computation] = True
+                order.append(open_.pop())
+            else:
+                finished[computation] = False
+                called = {
+                    name
+                    for instruction in self.computation(computation)
+                    for name in self.called_computations(instruction)
+                }
+                if circle := sorted(name for name in called if finished.get(name) is False):
+                    raise UnsupportedError(f"the compiler's text has a computation that calls itself: {circle[0]}")
+                open_ += called
+        return order[::-1]
 
     @functools.cached_property
     def in_loop(self) -> set[str]:
@@ -157,6 +183,10 @@ class Module:
             yield from computation
 
     def collectives(self) -> list[Collective]:
+        with _known_form("a collective"):
+            return self._collectives()
+
+    def _collectives(self) -> list[Collective]:
         found, chains = [], set()
         for instruction in self.instructions():
             if _is_collective(instruction) and self.times.get(instruction.computation, 0):
@@ -170,14 +200,16 @@ class Module:
 
     def find_collective(self, instruction: Instruction) -> tuple[Instruction, Collective] | None:
         """The collective that an instruction is, or that the computation that it calls holds; else None."""
-        if _is_collective(instruction):
-            return instruction, self._as_collective(instruction)
-        if instruction.operation not in _CALLERS:
-            return None
-        for called in self.called_computations(instruction):
-            for inner in self.computation(called):
-                if (found := self.find_collective(inner)) is not None:
-                    return found
+        open_, seen = [instruction], set[str]()
+        while open_:
+            each = open_.pop()
+            if _is_collective(each):
+                with _known_form("a collective"):
+                    return each, self._as_collective(each)
+            if each.operation in _CALLERS:
+                called = [name for name in self.called_computations(each) if name not in seen]
+                seen.update(called)
+                open_ += reversed([inner for name in called for inner in self.computation(name)])
         return None
 
     def _as_collective(self, instruction: Instruction) -> Collective:
@@ -197,6 +229,10 @@ class Module:
 
     def product_flops(self) -> float:
         """Operations of matrix products in a step; convolutions (a patch embedding) are left out."""
+        with _known_form("a product"):
+            return self._product_flops()
+
+    def _product_flops(self) -> float:
         total = 0.0
         for instruction in self.instructions():
             times = self.times.get(instruction.computation, 0)
@@ -212,6 +248,10 @@ class Module:
 
     def convolution_flops(self) -> float:
         """Operations of convolutions in a step, padding included; strides and dilations are in the sizes."""
+        with _known_form("a convolution"):
+            return self._convolution_flops()
+
+    def _convolution_flops(self) -> float:
         total = 0.0
         for instruction in self.instructions():
             times = self.times.get(instruction.computation, 0)
@@ -277,6 +317,18 @@ class Module:
         )
 
 
+@contextlib.contextmanager
+def _known_form(what: str) -> Iterator[None]:
+    """Turns the exceptions of a text that is not as XLA prints it into UnsupportedError."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, ValueError) as error:
+        raise UnsupportedError(
+            f"the compiler's text has {what} that cannot be counted ({type(error).__name__}: {error}); this version of "
+            "XLA prints another form"
+        ) from error
+
+
 def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
     text = re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", text)
     return [(dtype, tuple(int(size) for size in sizes.split(",") if size)) for dtype, sizes in _SHAPE.findall(text)]
@@ -339,6 +391,8 @@ def _group(text: str) -> tuple[int, ...]:
 
 def _range(shape: str, order: str | None) -> np.ndarray:
     numbers = _numbers(shape)
+    if math.prod(numbers) > _DEVICES_MAX:
+        raise ValueError(f"{math.prod(numbers)} devices")
     devices = np.arange(math.prod(numbers)).reshape(numbers)
     return devices.transpose(_numbers(order)) if order else devices
 

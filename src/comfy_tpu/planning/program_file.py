@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import struct
 import zipfile
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax.export
 
@@ -22,6 +24,13 @@ from comfy_tpu.planning.program import ProgramFacts, StepProgram
 
 _FORMAT = "comfy-tpu program 3"
 _HEADER, _PROGRAM = "plan.json", "program.jax-export"
+_BYTES_MAX = {_HEADER: 2**24, _PROGRAM: 2**30}
+"""A few kilobytes compressed may be gigabytes. The program of a 14B model's step is a few megabytes."""
+_ZIP_ERRORS = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError),
+    *(KeyError, ValueError, TypeError, AttributeError),  # of a header that is no object
+    *(NotImplementedError, RuntimeError),  # of methods that the library does not know, and of passwords
+)
 
 
 def write_program(path: Path, program: StepProgram) -> None:
@@ -46,10 +55,10 @@ def read_program(path: Path) -> StepProgram:
         )
     try:
         with zipfile.ZipFile(path) as archive:
-            header = parse_json(archive.read(_HEADER))
-            serialized = archive.read(_PROGRAM)
+            header = parse_json(_read_member(archive, _HEADER))
+            serialized = _read_member(archive, _PROGRAM)
         found = header.pop("format")
-    except (zipfile.BadZipFile, KeyError, ValueError, OSError, AttributeError) as error:
+    except _ZIP_ERRORS as error:
         raise CheckpointError(
             f"from={path} is not a program that `comfy-tpu plan --export` wrote ({error}); export it again",
             field="from",
@@ -69,6 +78,7 @@ def read_program(path: Path) -> StepProgram:
                 "sharding": _sharding_report(header["sharding"]),
             }
         )
+        _check_types(facts, ProgramFacts, "plan.json")
         exported = jax.export.deserialize(bytearray(serialized))
     except Exception as error:  # flatbuffers reads what it is given, and fails in its own ways
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -86,6 +96,31 @@ def read_program(path: Path) -> StepProgram:
             field="from",
         )
     return StepProgram(facts, serialized)
+
+
+def _read_member(archive: zipfile.ZipFile, name: str) -> bytes:
+    """The library reads no more of a member than the size that its entry names."""
+    size, most = archive.getinfo(name).file_size, _BYTES_MAX[name]
+    if size > most:
+        raise ValueError(f"{name} has {size} bytes, and {most} are the most")
+    return archive.read(name)
+
+
+def _check_types(value: Any, hint: Any, name: str) -> None:
+    """Raises TypeError where a field of a dataclass, or of one in it, is not of its type."""
+    kind, inside = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint)
+        for field in dataclasses.fields(value):
+            _check_types(getattr(value, field.name), hints[field.name], field.name)
+    elif kind is tuple and isinstance(value, tuple):
+        for each in value:
+            _check_types(each, inside[0], name)
+    elif kind is Literal:
+        if value not in inside:
+            raise TypeError(f"{name} is {value!r}")
+    elif kind is tuple or type(value) is not hint or (hint is int and not 0 <= value < 2**63):
+        raise TypeError(f"{name} is {value!r}")
 
 
 def _workload(values: dict[str, Any]) -> Workload:

@@ -35,6 +35,8 @@ _INDEX = re.compile(r"%(s\w+) = (?:sphi|sld|smov\.u32) [^/;\n]*/\*([^*]*)\*/")
 _DELAY = 4
 # Smaller ones are transfers that are started or awaited, in nearly every iteration.
 _LEAST_REGION = 100
+# Of one dimension: an array of its indices is made.
+_LARGEST_GRID = 2**24
 _OPPOSITE = {"gt": "le", "le": "gt", "lt": "ge", "ge": "lt", "eq": "ne", "ne": "eq"}
 _COMPARE = {
     "eq": np.equal,
@@ -183,11 +185,23 @@ def read_schedules(directory: Path, names: Iterable[str] | None = None) -> dict[
 def read_schedule(name: str, listing: Path, utilization: Path) -> ProgramSchedule:
     """The schedule of one program, from the listing of its bundles and the file of slots."""
     return parse_schedule(
-        name, listing.read_text(encoding="utf-8", errors="replace"), utilization.read_text(encoding="utf-8")
+        name,
+        listing.read_text(encoding="utf-8", errors="replace"),
+        utilization.read_text(encoding="utf-8", errors="replace"),
     )
 
 
 def parse_schedule(name: str, listing: str, utilization: str) -> ProgramSchedule:
+    """Raises ScheduleError for texts of another form."""
+    try:
+        return _parse_schedule(name, listing, utilization)
+    except (ArithmeticError, LookupError, ValueError) as error:  # of numbers that no program has
+        raise ScheduleError(
+            f"the schedule of {name} is written in a form that is not known ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _parse_schedule(name: str, listing: str, utilization: str) -> ProgramSchedule:
     table, code = parse_utilization(utilization), _Listing(listing)
     if len(table.slots) != code.bundles:
         raise ScheduleError(
@@ -235,7 +249,7 @@ def parse_utilization(text: str) -> Utilization:
             capacity = [int(word) for word in line.split()]
         elif "UTIL" in part and line.strip():
             rows.append([int(word) for word in line.split()])
-    if not units or len(units) != len(capacity) or any(len(row) != len(units) for row in rows):
+    if not units or len(units) != len(capacity) or any(len(row) != len(units) for row in rows) or min(capacity) < 1:
         raise ScheduleError("libtpu writes the slots of a schedule in a form that is not known")
     return Utilization(tuple(units), tuple(capacity), np.array(rows, dtype=np.int64).reshape(-1, len(units)))
 
@@ -356,7 +370,7 @@ class _Listing:
         if register not in self._dimensions and register in self._sums:
             offset, base = self._sums[register]
         size = self._sizes.get(self._dimensions.get(base, -1))
-        if size is None or operation not in _COMPARE or not text.isdigit():
+        if size is None or size > _LARGEST_GRID or operation not in _COMPARE or not text.isdigit():
             return None
         index = _as_signed(np.arange(size, dtype=np.int64) + offset)
         return float(np.mean(_COMPARE[operation](index, _as_signed(int(text)))))
@@ -370,10 +384,14 @@ class _Listing:
         return not opposite.isdisjoint(self._leaves(other.predicate))
 
     def _leaves(self, predicate: str) -> set[_Comparison]:
-        if predicate in self._junctions:
-            left, right = self._junctions[predicate]
-            return self._leaves(left) | self._leaves(right)
-        return {self._comparisons[predicate]} if predicate in self._comparisons else set()
+        """The comparisons that a predicate is made of."""
+        seen, open_ = {predicate}, [predicate]
+        while open_:
+            for other in self._junctions.get(open_.pop(), ()):
+                if other not in seen:  # a text may name itself, or the same one from many
+                    seen.add(other)
+                    open_.append(other)
+        return {self._comparisons[each] for each in seen - set(self._junctions) if each in self._comparisons}
 
 
 def _as_signed(value: Any) -> Any:

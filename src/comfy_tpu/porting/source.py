@@ -173,6 +173,8 @@ class Package:
 
     def find_class(self, name: str) -> Definition | None:
         """The first class of this name in the package; only files with the name are parsed."""
+        if not name.isidentifier():  # an empty one is in every file
+            return None
         for path in sorted(self.root.rglob("*.py")):
             if f"class {name}" in path.read_text(encoding="utf-8", errors="replace"):
                 definition = self.module(path).definitions.get(name)

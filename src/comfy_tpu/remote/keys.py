@@ -72,12 +72,22 @@ def find_key(address: Address, environment: Mapping[str, str], file: Path | None
     if file is not None and file.is_file():
         if file.stat().st_size > _FILE_BYTES_MAX:
             raise InvalidValueError(f"{file} is too large for a list of keys; write ADDRESS=KEY into each line")
-        texts.append((str(file), file.read_text(encoding="utf-8").splitlines()))
+        texts.append((str(file), _read_text(file).splitlines()))
     for place, lines in texts:
         for known, key in _read_keys(place, lines):
             if known.origin == address.origin:
                 return key
     return None
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InvalidValueError(
+            f"{file} cannot be read as a list of keys ({reason}); write ADDRESS=KEY into each line"
+        ) from error
 
 
 def _read_keys(place: str, lines: Iterable[str]) -> Iterable[tuple[Address, str]]:

@@ -26,6 +26,7 @@ from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia, as_given
 from comfy_tpu.pipeline.latent_scale import from_vae_scale, to_vae_scale
 from comfy_tpu.pipeline.preview_colours import PreviewColours
+from comfy_tpu.pipeline.preview_images import ColourPreviews, Previews
 from comfy_tpu.pipeline.progress import Progress, ProgressCallback
 from comfy_tpu.pipeline.sound import Waveform
 from comfy_tpu.pipeline.stage_messages import (
@@ -171,8 +172,8 @@ class RemotePipeline:
         return self.model.transformers > 1
 
     @property
-    def preview_colours(self) -> PreviewColours | None:
-        return self.model.preview_colours
+    def previews(self) -> Previews | None:
+        return None if self.model.preview_colours is None else ColourPreviews(self.model.preview_colours)
 
     @property
     def on_progress(self) -> ProgressCallback:

@@ -66,6 +66,7 @@ def make_choices(widgets: Mapping[str, Any], options: RunOptions | None) -> Choi
         "quantize": (runtime.quantize, "none"),
         "fast": (runtime.fast is not None, False),
         "vae_backend": (runtime.vae_backend, RuntimeConfig.vae_backend),
+        "tiny_vae": (runtime.tiny_vae, "none"),
         "reuse": (options.reuse, GenerationSettings.reuse),
         "guidance_until": (options.guidance_until, GenerationSettings.guidance_until),
         "num_videos": (options.num_videos, GenerationSettings.num_videos),

@@ -114,8 +114,15 @@ def _unpack(written: bytes) -> Mapping[str, Any]:
         raise ValueError("it is of another kind")
     if hashlib.sha256(content).hexdigest().encode() != checksum:
         raise ValueError("its content is not what was written")
-    entry: Mapping[str, Any] = parse_json(content)
+    entry = parse_json(content)
+    if not isinstance(entry, dict):
+        raise ValueError("it holds no object")
     return entry
+
+
+def is_cache_name(name: object) -> bool:
+    """Whether a name is that of a file of JAX's own, in the same directory."""
+    return isinstance(name, str) and Path(name).name == name and _JAX_NAME.fullmatch(name) is not None
 
 
 def list_files(directory: Path) -> list[EntryInfo]:

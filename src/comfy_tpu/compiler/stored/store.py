@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from comfy_tpu.compiler.cache import CacheLookup, cache_limit, writable_cache
-from comfy_tpu.compiler.stored.entries import FOLDER, Entries, touch, trim_files
+from comfy_tpu.compiler.stored.entries import FOLDER, Entries, is_cache_name, touch, trim_files
 from comfy_tpu.compiler.stored.executable import StoredExecutable, describe_calls, first_line, read_cache_entry
 from comfy_tpu.compiler.stored.identity import (
     NotDescribableError,
@@ -73,7 +73,7 @@ class ProgramStore:
             logger.debug("%s is not stored: it depends on %s", kind, error)
             return make()
         entry = self._entries.read(key)
-        if entry is not None and is_current(entry["fact"]):
+        if entry is not None and "fact" in entry and is_current(entry["fact"]):
             return entry["fact"]
         made = make()
         self._write(key, {"kind": kind, "about": about, "fact": made})
@@ -97,6 +97,9 @@ class ProgramStore:
         """The program of a key; None if it is not here, or not as it was when it was stored."""
         entry = self._entries.read(key)
         if entry is None:
+            return None
+        if not (is_cache_name(entry.get("compiled")) and {"checksum", "program"} <= set(entry)):
+            self._entries.remove(key)
             return None
         compiled = self.directory / entry["compiled"]
         try:

@@ -1,0 +1,164 @@
+"""A second pass at a larger size: upscaled latents, noise added to them, and the last steps again ("hires fix").
+
+The upscaled latents are embeddings like those of a video to start from (`initial.py`), so that a second pass is a
+denoising like any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from comfy_tpu.config import GenerationSettings, SecondPass, UpscaleBy
+from comfy_tpu.errors import InvalidValueError, rename_field
+from comfy_tpu.families.card import Limits, ModelCard
+from comfy_tpu.families.settings import check_settings
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
+from comfy_tpu.pipeline.given_media import GivenMedia
+from comfy_tpu.pipeline.images import as_image
+from comfy_tpu.pipeline.initial import INITIAL, STRENGTH, check_strength, initial_embeddings
+from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint
+from comfy_tpu.pipeline.video import VideoPipeline
+from comfy_tpu.pipeline.video_files import Frames
+
+SCALE_MAX = 8
+_FILTERS = {"latent": "bicubic", "latent-bilinear": "bilinear", "latent-nearest": "nearest-exact"}
+
+
+def check_second_pass(card: ModelCard, model: str, first: GenerationSettings, second: SecondPass) -> GenerationSettings:
+    """The settings of the second pass; raises InvalidValueError for what the model cannot do, with the user's field."""
+    larger = upscaled_settings(card, model, first, second.scale, second.by)
+    steps = first.num_inference_steps if second.steps == 0 else second.steps
+    changes: dict[str, Any] = {"num_inference_steps": steps}
+    if steps != first.num_inference_steps:
+        changes["sigmas"] = ""  # those of a fixed number of steps
+    larger = dataclasses.replace(larger, **changes)
+    try:
+        check_settings(larger, card.limits)
+        check_strength(card, second.strength, larger)
+    except InvalidValueError as error:
+        field = {"strength": "upscale_strength", "num_inference_steps": "upscale_steps"}.get(error.field or "")
+        raise InvalidValueError(rename_field(str(error), error.field, field), field=field) from error
+    return larger
+
+
+def upscaled_settings(
+    card: ModelCard, model: str, first: GenerationSettings, scale: float, by: str
+) -> GenerationSettings:
+    """The settings of a result that is `scale` times as large, in the sizes that the model takes."""
+    if not (card.starts_from_image or card.starts_from_video):
+        raise InvalidValueError(
+            f"upscale={scale} is a second pass that starts from latents, and {model} starts from noise alone; leave it "
+            "out, or use a model that takes an image or a video to start from",
+            field="upscale",
+        )
+    if by not in get_args(UpscaleBy):
+        raise InvalidValueError(
+            f"upscale_by={by!r} is unknown; choose from {', '.join(get_args(UpscaleBy))}", field="upscale_by"
+        )
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 1 < scale <= SCALE_MAX:
+        raise InvalidValueError(
+            f"upscale={scale!r} is not a number over 1, up to {SCALE_MAX}; 2 doubles both sides", field="upscale"
+        )
+    height, width = (_scale_side(side, scale, card.limits) for side in (first.height, first.width))
+    larger = dataclasses.replace(first, height=height, width=width)
+    try:
+        check_settings(larger, card.limits)
+    except InvalidValueError as error:
+        raise InvalidValueError(
+            f"upscale={scale:g} of {first.width}×{first.height} is {larger.width}×{larger.height}: {error}",
+            field="upscale",
+        ) from error
+    return larger
+
+
+def _scale_side(side: int, scale: float, limits: Limits) -> int:
+    return max(round(side * scale / limits.size_multiple), 1) * limits.size_multiple
+
+
+def upscale_latents(
+    pipeline: VideoPipeline, latents: torch.Tensor, first: GenerationSettings, larger: GenerationSettings, by: str
+) -> torch.Tensor:
+    """Latents [videos, channels, frames, height, width] of the larger size, in the transformer's scale."""
+    if by != "pixels":
+        return resize_latents(latents, pipeline.latent_shape(larger)[3:], by)
+    frames = torch.cat(list(pipeline.decode(latents, first)), dim=1)
+    rows = [_encode(pipeline, video, larger) for video in frames]
+    return torch.cat(rows)
+
+
+def resize_latents(latents: torch.Tensor, size: tuple[int, ...], by: str) -> torch.Tensor:
+    """Latents resized frame by frame, as ComfyUI's Upscale Latent does."""
+    mode = _FILTERS[by]
+    options: dict[str, Any] = {} if mode == "nearest-exact" else {"align_corners": False}
+    flat = latents.float().movedim(2, 1).flatten(0, 1)
+    resized = F.interpolate(flat, size=size, mode=mode, **options)
+    return resized.unflatten(0, (len(latents), -1)).movedim(1, 2).contiguous()
+
+
+def _encode(pipeline: VideoPipeline, frames: torch.Tensor, larger: GenerationSettings) -> torch.Tensor:
+    """The latents of one video's frames [frames, height, width, 3] in 0..1, resized by Lanczos."""
+    size = (larger.width, larger.height)
+    images = [as_image(frame).resize(size, Image.Resampling.LANCZOS) for frame in frames]
+    single = dataclasses.replace(larger, num_videos=1)
+    if pipeline.family.card.starts_from_image:
+        given = GivenMedia(images=tuple(images))
+    else:
+        given = GivenMedia(videos={"video": Frames(np.stack([np.asarray(image) for image in images]))})
+    return pipeline.encode_media(dataclasses.replace(given, strength=1.0), single)[INITIAL]
+
+
+def start_from(embeddings: PromptEmbeddings, latents: torch.Tensor, strength: float) -> PromptEmbeddings:
+    """Embeddings with which denoising starts from latents, [1 or videos, …] in the transformer's scale."""
+    kept = {name: rows for name, rows in embeddings.shared.items() if name not in (INITIAL, STRENGTH)}
+    return dataclasses.replace(embeddings, shared={**kept, **initial_embeddings(latents, strength)})
+
+
+def denoise_again(
+    pipeline: VideoPipeline,
+    embeddings: PromptEmbeddings,
+    latents: torch.Tensor,
+    first: GenerationSettings,
+    second: SecondPass,
+    checkpoint: StepCheckpoint | None = None,
+) -> tuple[torch.Tensor, GenerationSettings]:
+    """The latents of the second pass, and their settings. `latents`: those of the first pass. `checkpoint`: as in
+    `VideoPipeline.denoise`, of this pass alone."""
+    larger = check_second_pass(pipeline.family.card, pipeline.model_name, first, second)
+    upscaled = upscale_latents(pipeline, latents, first, larger, second.by)
+    begun = start_from(embeddings, upscaled, second.strength)
+    return pipeline.denoise(begun, larger, checkpoint=checkpoint), larger
+
+
+def describe_second_pass(first: GenerationSettings, second: SecondPass) -> str:
+    """JSON for the metadata of results."""
+    size = f"{first.width}x{first.height}"
+    return json.dumps({**dataclasses.asdict(second), "from": size, "from_steps": first.num_inference_steps})
+
+
+def describe_start(latents: torch.Tensor, strength: float) -> str:
+    """The same of a denoising from latents of a file."""
+    digest = hashlib.sha256(latents.float().contiguous().numpy().tobytes()).hexdigest()[:16]
+    return json.dumps({"latents": digest, "strength": strength})
+
+
+def read_second_pass(values: Mapping[str, Any]) -> SecondPass | None:
+    """The second pass that is chosen; None: none is. Raises InvalidValueError for values without one."""
+    chosen: dict[str, Any] = {name: values.get(f"upscale_{name}") for name in ("strength", "steps", "by")}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    if values.get("upscale") is None:
+        if chosen:
+            name = next(iter(chosen))
+            raise InvalidValueError(
+                f"upscale_{name} is for a second pass; give --upscale too, or leave it out", field=f"upscale_{name}"
+            )
+        return None
+    return SecondPass(values["upscale"], **chosen)
