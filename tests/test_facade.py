@@ -149,6 +149,7 @@ def test_frames_as_they_come(pipe: comfy_tpu.Pipeline, video: Video) -> None:
     assert len(asyncio.run(read(1))) == 1, "a stream may be left"
 
 
+@pytest.mark.slow  # by default: turns of components in tests/compiler/test_component.py
 def test_leaving_the_block_frees_the_weights() -> None:
     residency = Residency(ResidencyConfig())
     stages = VideoPipeline.open(small_pipeline.directory(), comfy_tpu.RuntimeConfig(mesh="single"), residency=residency)

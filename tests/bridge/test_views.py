@@ -276,9 +276,12 @@ NOT_OF_BOOL = {narrow, splits, in_place_methods}
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        pytest.param(case, dtype, id=f"{case.__name__}-{dtype}")
-        for case in CASES
-        for dtype in ALL_DTYPES
+        # By default every case in one dtype, and every dtype in a quarter of the cases.
+        pytest.param(
+            case, dtype, id=f"{case.__name__}-{dtype}", marks=[pytest.mark.slow] if (number + place) % 4 else []
+        )
+        for number, case in enumerate(CASES)
+        for place, dtype in enumerate(ALL_DTYPES)
         if dtype != torch.bool or case not in NOT_OF_BOOL
     ],
 )
@@ -353,7 +356,7 @@ def random_program(seed: int) -> Case:
     return model
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15, 40))])
 def test_random_programs(seed: int) -> None:
     model = random_program(seed)
     expected = model(*(torch.arange(24.0).reshape(2, 3, 4) + start for start in (0, 30)))

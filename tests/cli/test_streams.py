@@ -116,6 +116,7 @@ def test_a_prompt_from_what_cannot_be_read(
     assert capsys.readouterr().err == "comfy-tpu: PROMPT cannot be read from standard input (read); give it as text\n"
 
 
+@pytest.mark.slow  # by default: test_closed_streams_are_nobodys
 def test_a_video_is_written_with_nothing_open(tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).with_name("fake_pipeline.py")), "generate", "a", "-o", "x.mp4"]
     assert shell(command, "<&- >&- 2>&-", tmp_path)[0] == 0

@@ -59,7 +59,13 @@ def transformer(kind, mesh):
     return Component(model.spec, model.config, make_placement(mesh), dtype=torch.float32, quantize=kind)
 
 
-@covering("kind, mesh", KINDS, ["single", "dp=2,tp=4", "dp=2,sp=4"], strength=1)
+@covering(
+    "kind, mesh",
+    KINDS,
+    ["single", "dp=2,tp=4", "dp=2,sp=4"],
+    strength=0,
+    always=[("int8", "dp=2,tp=4"), ("fp8", "dp=2,sp=4")],  # one device by default: tests/families/test_quantized.py
+)
 def test_a_transformer(kind, mesh):
     model, component = small_models.transformer(), transformer(kind, mesh)
     weights = component.load(Checkpoint.open(model.checkpoint))

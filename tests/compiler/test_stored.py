@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -35,6 +36,23 @@ from tests.parity import small_models
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CacheConfig:
     monkeypatch.setenv("COMFY_TPU_PROGRAM_STORE", "1")
     return CacheConfig(directory=tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """The directory of a cache after a run on one device, which tests copy, and what the run gave."""
+    directory = tmp_path_factory.mktemp("finished") / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMFY_TPU_PROGRAM_STORE", "1")
+        return directory, Run(CacheConfig(directory=directory), "single")()
+
+
+@pytest.fixture
+def used(cache: CacheConfig, finished: tuple[Path, torch.Tensor]) -> CacheConfig:
+    """A cache with the programs of a finished run."""
+    assert cache.directory is not None
+    shutil.copytree(finished[0], cache.directory)
+    return cache
 
 
 def forward(
@@ -73,7 +91,7 @@ class Run:
 STORED = ["compiling", "ready"]
 
 
-@pytest.mark.parametrize("mesh", ["single", "dp=2,sp=4", "sp=2,tp=4"])
+@pytest.mark.parametrize("mesh", ["single", pytest.param("dp=2,sp=4", marks=pytest.mark.slow), "sp=2,tp=4"])
 def test_a_second_run_traces_nothing_and_computes_the_same(cache: CacheConfig, mesh: str) -> None:
     first, second = Run(cache, mesh), Run(cache, mesh)
     expected = first()
@@ -86,22 +104,21 @@ def test_a_second_run_traces_nothing_and_computes_the_same(cache: CacheConfig, m
     assert second.events[-1].from_cache
 
 
-def test_the_module_is_built_only_to_trace(cache: CacheConfig) -> None:
-    Run(cache)()
-    again = Run(cache)
+def test_the_module_is_built_only_to_trace(used: CacheConfig) -> None:
+    again = Run(used, "single")
     assert again().isfinite().all()
     assert "module" not in vars(again.component)
-    assert again.component.slots == Run(CacheConfig(enabled=False)).component.slots
+    assert again.component.slots == Run(CacheConfig(enabled=False), "single").component.slots
 
 
 def test_an_executable_from_jaxs_cache_is_stored_too(cache: CacheConfig) -> None:
     """After an update of comfy-tpu JAX still has the executable, which could not be serialised a second time."""
-    expected = Run(cache)()
+    expected = Run(cache, "single")()
     assert cache.directory is not None
     for entry in (cache.directory / "programs").iterdir():
         entry.unlink()
     jax.clear_caches()
-    second, third = Run(cache), Run(cache)
+    second, third = Run(cache, "single"), Run(cache, "single")
     assert torch.equal(second(), expected)
     assert "tracing" in second.stages
     assert "cache_miss" not in second.stages
@@ -149,10 +166,12 @@ def other_model_source(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     "change", [other_source, other_version, other_driver, other_flags, other_setting, other_model_source]
 )
 def test_a_program_of_another_origin_is_never_used(
-    cache: CacheConfig, monkeypatch: pytest.MonkeyPatch, change: Any
+    used: CacheConfig, monkeypatch: pytest.MonkeyPatch, change: Any
 ) -> None:
-    Run(cache, "single")()
-    other = Run(cache, "single", **change(monkeypatch))
+    same = Run(used, "single")
+    same()
+    assert same.stages == STORED
+    other = Run(used, "single", **change(monkeypatch))
     other()
     assert "tracing" in other.stages
 
@@ -160,23 +179,21 @@ def test_a_program_of_another_origin_is_never_used(
 @pytest.mark.parametrize(
     "options",
     [
-        {"mesh": "dp=4,sp=2"},
+        {"mesh": "sp=2"},
         {"dtype": torch.bfloat16},
         pytest.param({"scan": False}, marks=pytest.mark.slow),
         pytest.param({"quantize": "int8"}, marks=pytest.mark.slow),
     ],
     ids=["mesh", "dtype", "scan", "quantize"],
 )
-def test_other_options_are_other_programs(cache: CacheConfig, options: dict[str, Any]) -> None:
-    Run(cache)()
-    other = Run(cache, **options)
+def test_other_options_are_other_programs(used: CacheConfig, options: dict[str, Any]) -> None:
+    other = Run(used, **({"mesh": "single"} | options))
     other()
     assert "tracing" in other.stages
 
 
-def test_other_shapes_are_other_programs(cache: CacheConfig) -> None:
-    Run(cache)()
-    other = Run(cache)
+def test_other_shapes_are_other_programs(used: CacheConfig) -> None:
+    other = Run(used, "single")
     assert other(frames=2).shape[2] == 2
     assert "tracing" in other.stages
 

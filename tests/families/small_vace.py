@@ -28,9 +28,8 @@ def _transformer(seed: int) -> WanVACETransformer3DModel:
     transformer = wan_pipelines._random(seed, lambda: WanVACETransformer3DModel(**config))
     with torch.no_grad():  # as it is, another reference changes the video less than two ways to round it do
         for name, weight in transformer.named_parameters():
-            if name.startswith(("vace_blocks", "vace_patch")) and weight.ndim > 1:
-                weight.mul_(_CONTROL)
-            elif name.endswith(("attn1.to_v.weight", "attn1.to_out.0.weight")):
+            is_control = name.startswith(("vace_blocks", "vace_patch")) and weight.ndim > 1
+            if is_control or name.endswith(("attn1.to_v.weight", "attn1.to_out.0.weight")):
                 weight.mul_(_CONTROL)
     return transformer
 

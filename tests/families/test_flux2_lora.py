@@ -53,7 +53,10 @@ STYLES = {
 }
 
 
-@pytest.mark.parametrize("style", STYLES)
+# comfy by default: whole, in test_every_style_of_one_lora_is_that_of_diffusers_on_every_mesh.
+@pytest.mark.parametrize(
+    "style", [pytest.param(style, marks=[pytest.mark.slow] if style == "comfy" else []) for style in STYLES]
+)
 def test_weights_are_those_that_diffusers_fuses(style: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.safetensors", STYLES[style]())
     expected = fused(path, 0.7)
@@ -103,6 +106,7 @@ def test_every_module_is_known_by_its_original_name() -> None:
     assert all(targets.find(f"lora_unet_{name.replace('.', '_')}") for name in names)
 
 
+@pytest.mark.slow  # by default: the weights above, a video in tests/pipeline/test_presets.py
 @pytest.mark.parametrize("mesh", [pytest.param("single", marks=pytest.mark.slow), "dp=2,tp=4"])
 def test_the_picture_is_that_of_diffusers_with_the_lora(mesh: str, tmp_path: Path) -> None:
     small = {name: (0.1 * up, down) for name, (up, down) in factors().items()}

@@ -56,7 +56,10 @@ STYLES = {
 }
 
 
-@pytest.mark.parametrize("style", STYLES)
+# comfy by default: whole, in test_every_style_of_one_lora_is_that_of_diffusers_on_every_mesh.
+@pytest.mark.parametrize(
+    "style", [pytest.param(style, marks=[pytest.mark.slow] if style == "comfy" else []) for style in STYLES]
+)
 def test_weights_are_those_that_diffusers_fuses(style: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.safetensors", STYLES[style]())
     expected = fused(path, 0.7)

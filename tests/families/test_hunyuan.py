@@ -165,13 +165,20 @@ def transformer_case(
 PROMPT_AXES = dict.fromkeys(("latents", "text", "text_mask", "glyph", "glyph_mask"), ("dp",))
 
 
-@covering("mesh, scan", [*MESHES, "tp=8", "sp=8"], [True, False], strength=1, always=[("single", False)])
+@covering(
+    "mesh, scan",
+    [*MESHES, "tp=8", "sp=8"],
+    [True, False],
+    strength=0,
+    always=[("single", False), ("dp=2,tp=4", True)],  # sp by default: the whole video
+)
 def test_transformer_with_masks(mesh: str, scan: bool) -> None:
     inputs, answer = transformer_case()
     actual = run(small_hunyuan.transformer(), mesh, forward, scan=scan, input_axes=PROMPT_AXES, **inputs)
     assert relative_error(actual, answer) <= 1e-4
 
 
+@pytest.mark.slow  # by default: bfloat16 of Wan and Flux; this one in float32 above
 @pytest.mark.parametrize("mesh", [pytest.param("single", marks=pytest.mark.slow), "dp=2,sp=4"])
 def test_transformer_in_bfloat16(mesh: str) -> None:
     inputs, answer = transformer_case()
@@ -180,6 +187,7 @@ def test_transformer_in_bfloat16(mesh: str) -> None:
     assert relative_error(actual, answer) <= 2e-2
 
 
+@pytest.mark.slow  # by default: test_transformer_with_masks, whose tokens are filled
 def test_filling_takes_no_part() -> None:
     """Whatever stands in hidden tokens, every bit of the answer is the same; and it matters that they are hidden."""
     inputs, answer = transformer_case()
@@ -205,7 +213,7 @@ def test_more_than_one_row_and_no_second_branch() -> None:
 PROMPTS = [QUOTED, PLAIN, ""]
 
 
-@covering("mesh, scan", MESHES, [True, False], strength=1, always=[("single", False)])
+@covering("mesh, scan", MESHES, [True, False], strength=0, always=[("dp=2,tp=4", True)])  # sp: the whole video
 def test_the_text_encoder_says_what_it_says_in_diffusers(mesh: str, scan: bool) -> None:
     reference = small_hunyuan.reference()
     wanted, mask = reference._get_mllm_prompt_embeds(
@@ -238,6 +246,7 @@ def test_the_template_is_that_of_diffusers() -> None:
     assert reference.tokenizer_2_max_length == hunyuan_text.GLYPH_TOKENS
 
 
+@pytest.mark.slow  # by default: the whole video
 @pytest.mark.parametrize(
     ("mesh", "sides"),
     [

@@ -27,7 +27,15 @@ def picture(width: int = WIDTH, height: int = HEIGHT) -> Image.Image:
     return Image.fromarray(values).resize((width, height))
 
 
-@pytest.mark.parametrize(("mesh", "height", "width"), [("single", 48, 80), ("dp=2,tp=4", 32, 48), ("sp=8", 48, 208)])
+@pytest.mark.parametrize(
+    ("mesh", "height", "width"),
+    [
+        # One device by default: the whole video.
+        pytest.param("single", 48, 80, marks=pytest.mark.slow),
+        pytest.param("dp=2,tp=4", 32, 48, marks=pytest.mark.slow),
+        ("sp=8", 48, 208),
+    ],
+)
 def test_the_first_frame_is_encoded_as_in_diffusers(mesh: str, height: int, width: int) -> None:
     pixels = random(1, 3, 1, height, width).clamp(-1, 1)
     vae = small_hunyuan.vae()

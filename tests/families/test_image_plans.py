@@ -16,11 +16,11 @@ from tests.families.test_flux_plan import check
     [
         # 30 blocks and two that refine the image; the two that refine the prompt run once for all steps.
         ("Z-Image-Turbo", 4096, 512, 1, 32, 6.15e9),
-        ("Z-Image", 4096, 512, 2, 32, 6.15e9),
-        ("Qwen-Image", 4096, 512, 2, 60, 20.4e9),
+        pytest.param("Z-Image", 4096, 512, 2, 32, 6.15e9, marks=pytest.mark.slow),
+        pytest.param("Qwen-Image", 4096, 512, 2, 60, 20.4e9, marks=pytest.mark.slow),
         # One image of a million pixels, of which the text encoder of Edit sees 37 × 37 tokens, that of Plus 14 × 14.
         ("Qwen-Image-Edit", 8192, 1888, 2, 60, 20.4e9),
-        ("Qwen-Image-Edit-2511", 8192, 736, 2, 60, 20.4e9),
+        pytest.param("Qwen-Image-Edit-2511", 8192, 736, 2, 60, 20.4e9, marks=pytest.mark.slow),
     ],
 )
 def test_sizes(name: str, tokens: int, text: int, batch: int, layers: int, parameters: float) -> None:

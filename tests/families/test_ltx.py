@@ -91,6 +91,7 @@ def test_the_video_on_what_auto_takes(mesh: str) -> None:
     assert psnr(video(opened(mesh), "64x32x9"), expected("64x32x9")) >= SAME
 
 
+@pytest.mark.slow  # by default: test_wan.py
 def test_the_comparison_would_see_another_request() -> None:
     pipeline, size = opened("single"), "64x32x9"
     assert_wrong_ones_differ(
@@ -141,9 +142,9 @@ def from_a_picture(size: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("mesh", "size"),
     [
-        ("single", "64x32x9"),
+        pytest.param("single", "64x32x9", marks=pytest.mark.slow),
         pytest.param("dp=2,tp=4", "96x64x17", marks=pytest.mark.slow),
-        ("dp=2,sp=4", "96x64x17"),
+        pytest.param("dp=2,sp=4", "96x64x17", marks=pytest.mark.slow),
         ("dp=2,sp=4", "64x32x9"),  # fewer latent columns than devices
     ],
 )
@@ -269,7 +270,10 @@ def answered(mesh: str, inputs: dict[str, torch.Tensor], **options: Any) -> torc
     )
 
 
-@pytest.mark.parametrize("mesh", ["tp=8", "sp=8", "dp=2,sp=2,tp=2", pytest.param("dp=2,sp=4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mesh",
+    ["dp=2,sp=2,tp=2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("tp=8", "sp=8", "dp=2,sp=4"))],
+)
 def test_transformer_with_masks(mesh: str) -> None:
     inputs, answer = transformer_case()
     assert relative_error(answered(mesh, inputs), answer) <= 1e-4
@@ -295,6 +299,7 @@ def test_transformer_in_bfloat16() -> None:
     assert relative_error(answered("dp=2,sp=4", inputs, dtype=torch.bfloat16), answer) <= 2e-2
 
 
+@pytest.mark.slow  # by default: test_transformer_with_masks, whose tokens are filled
 def test_filling_takes_no_part() -> None:
     """Whatever stands in hidden tokens, every bit of the answer is the same; and it matters that they are hidden."""
     inputs, answer = transformer_case()
@@ -304,7 +309,14 @@ def test_filling_takes_no_part() -> None:
     assert relative_error(answered("single", shown), answer) > 1e-3
 
 
-@pytest.mark.parametrize(("mesh", "sides"), [("single", (3, 5)), ("dp=2,sp=4", (3, 13)), ("dp=2,tp=4", (2, 3))])
+@pytest.mark.parametrize(
+    ("mesh", "sides"),
+    [
+        pytest.param("single", (3, 5), marks=pytest.mark.slow),
+        ("dp=2,sp=4", (3, 13)),
+        pytest.param("dp=2,tp=4", (2, 3), marks=pytest.mark.slow),
+    ],
+)
 def test_all_frames_are_decoded_together(mesh: str, sides: tuple[int, int]) -> None:
     """Also where the columns do not divide, as 22 at the published size, and where there are fewer than devices."""
     model, latents = small_ltx.vae(), random(1, 6, 3, *sides)

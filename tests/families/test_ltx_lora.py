@@ -65,7 +65,14 @@ def base() -> Tensors:
 
 
 @pytest.mark.parametrize(
-    ("style", "mesh"), [*((style, "single") for style in STYLES), ("diffusers", "dp=2,tp=4"), ("ComfyUI", "dp=2,sp=4")]
+    ("style", "mesh"),
+    [
+        *((style, "single") for style in STYLES),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("diffusers", "dp=2,tp=4"), ("ComfyUI", "dp=2,sp=4"))
+        ),
+    ],  # meshes by default: tests/pipeline/test_lora.py
 )
 def test_weights_are_those_that_diffusers_fuses(style: str, mesh: str, tmp_path: Path) -> None:
     expected = fused_into(small_ltx.reference(), write(tmp_path / "own.safetensors", STYLES["diffusers"]()), 0.7)

@@ -55,7 +55,10 @@ def base() -> Tensors:
     return small_qwen_image.reference("image").transformer.state_dict()
 
 
-@pytest.mark.parametrize(("style", "mesh"), [*((style, "single") for style in STYLES), ("diffusers", "dp=2,tp=4")])
+@pytest.mark.parametrize(
+    ("style", "mesh"),
+    [*((style, "single") for style in STYLES), pytest.param("diffusers", "dp=2,tp=4", marks=pytest.mark.slow)],
+)
 def test_weights_are_those_that_diffusers_fuses(style: str, mesh: str, tmp_path: Path) -> None:
     own = write(tmp_path / "own.safetensors", peft_style(factors()))
     expected = fused_into(small_qwen_image.reference("image"), own, 0.7)

@@ -262,6 +262,7 @@ def test_loras_find_the_modules_of_the_control() -> None:
     assert set(lora_names("vace_blocks.1.attn1.to_q", (8, 8))) == {"vace_blocks.1.self_attn.q"}
 
 
+@pytest.mark.slow  # by default: those of an image, tests/pipeline/test_continuation.py
 def test_windows_have_their_own_frames_of_the_control() -> None:
     pipeline = opened("2.1", "single")
     chosen = settings(
@@ -277,6 +278,11 @@ def test_windows_have_their_own_frames_of_the_control() -> None:
     first, second = latents(frames), latents(changed)
     assert torch.equal(first[:, :, :4], second[:, :, :4]), "of the first window alone"
     assert (first[:, :, 6:] - second[:, :, 6:]).abs().amax() > 1e-3
+
+
+def test_references_are_for_videos_that_are_made_whole() -> None:
+    pipeline = opened("2.1", "single")
+    chosen = settings(pipeline, 48, 80, num_frames=33, context="static", context_frames=17)
     media = GivenMedia(references=tuple(small_vace.pictures(1)))
     with pytest.raises(InvalidValueError, match="reference is for videos that are made whole, and 33 frames"):
         pipeline.encode(PROMPT, chosen, media)

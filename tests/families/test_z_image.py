@@ -198,10 +198,11 @@ def test_sigmas_are_those_of_diffusers(family: Any) -> None:
 @pytest.mark.parametrize(
     ("mesh", "scan", "dtype"),
     [
-        ("single", False, torch.float32),
+        # By default: the pictures above, on one device and on what auto takes.
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                ("single", False, torch.float32),
                 ("dp=2,sp=4", True, torch.bfloat16),
                 ("sp=4,tp=2", False, torch.float32),
                 ("single", True, torch.bfloat16),

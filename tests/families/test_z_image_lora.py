@@ -60,7 +60,10 @@ def base() -> Tensors:
     return small_z_image.reference("turbo").transformer.state_dict()
 
 
-@pytest.mark.parametrize(("style", "mesh"), [*((style, "single") for style in STYLES), ("ComfyUI", "dp=2,tp=4")])
+@pytest.mark.parametrize(
+    ("style", "mesh"),
+    [*((style, "single") for style in STYLES), pytest.param("ComfyUI", "dp=2,tp=4", marks=pytest.mark.slow)],
+)
 def test_weights_are_those_that_diffusers_fuses(style: str, mesh: str, tmp_path: Path) -> None:
     own = write(tmp_path / "own.safetensors", STYLES["diffusers"]())
     expected = fused_into(small_z_image.reference("turbo"), own, 0.7)

@@ -43,6 +43,7 @@ def act(action, number):
     elif action == "fail" and number == 1:
         raise InvalidValueError("height=100 is odd; choose another", field="height")
     elif action == "bug" and number == 1:
+        hosts.ROOT_CAUSE_SECONDS = 0.5
         raise RuntimeError("a bug")
     elif action == "kill" and number == 2:
         os.kill(os.getpid(), 9)

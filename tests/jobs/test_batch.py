@@ -77,9 +77,13 @@ def test_a_repeated_prompt_is_encoded_once(made: tuple[Path, list[str]]) -> None
     assert sorted(made[1]) == sorted(PROMPTS)
 
 
-def test_in_one_step_they_are_the_same_but_for_the_order_of_sums(made: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_in_one_step_they_are_the_same_but_for_the_order_of_sums(
+    made: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = [{"prompt": prompt, "seed": seed, "output": f"{seed}.npy"} for seed, prompt in enumerate(PROMPTS)]
-    assert batch(jobs(tmp_path / "jobs.jsonl", *lines), tmp_path, "--batch-size", "2") == 0
+    bad: list[dict[str, Any] | str] = [{"prompt": "x", "height": 33}, "not json"]
+    assert batch(jobs(tmp_path / "jobs.jsonl", *bad, *lines), tmp_path, "--batch-size", "2", "--json") == 1
+    check_events([json.loads(line) for line in capsys.readouterr().out.splitlines()])
     videos = [torch.from_numpy(np.load(tmp_path / f"{seed}.npy")) / 255 for seed in range(3)]
     for seed, video in enumerate(videos):
         alone = torch.from_numpy(np.load(made[0] / f"{seed}.npy")) / 255
@@ -87,39 +91,32 @@ def test_in_one_step_they_are_the_same_but_for_the_order_of_sums(made: tuple[Pat
     assert psnr(videos[0], videos[1]) < 60, "the comparison would see another prompt or seed"
 
 
-def test_a_file_tells_how_it_was_made(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert batch(jobs(tmp_path / "prompts.txt", PROMPTS[0]), out, "--seed", "3") == 0
-    (video,) = out.glob("*.mp4")
-    assert video.name.startswith("a-red-circle-")
-    metadata = media.read_metadata(video)
-    assert (metadata["prompt"], metadata["seed"]) == (PROMPTS[0], "3")
-
-
-def test_the_rest_goes_on_and_the_status_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = ({"prompt": "x", "height": 33}, {"prompt": PROMPTS[0], "seed": 0, "output": "a.npy"}, "not json")
-    assert batch(jobs(tmp_path / "jobs.jsonl", *lines), tmp_path, "--json") == 1
-    happened = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def check_events(happened: list[dict[str, Any]]) -> None:
+    """Of two bad lines and three good ones: the rest goes on, and the events say so."""
     by_event = {each["event"]: each for each in happened}
-    assert by_event["refused"]["line"] == 3
+    assert by_event["refused"]["line"] == 2
     assert "height=33" in by_event["failed"]["error"]
     assert by_event["failed"]["final"]
-    assert (by_event["failed"]["line"], by_event["done"]["line"]) == (1, 2)
-    assert by_event["done"]["outputs"][0]["name"] == "a.npy"
-    summary = {"event": "summary", "done": 1, "failed": 1, "open": 0, "refused": 1}
+    assert by_event["failed"]["line"] == 1
+    done = {each["line"]: each["outputs"][0]["name"] for each in happened if each["event"] == "done"}
+    assert done == {3: "0.npy", 4: "1.npy", 5: "2.npy"}
+    summary = {"event": "summary", "done": 3, "failed": 1, "open": 0, "refused": 1}
     assert summary.items() <= by_event["summary"].items()
 
 
 def test_a_bad_seed_fails_no_other_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The others would share its step."""
-    lines = ({"prompt": "x", "seed": "one"}, {"prompt": "x", "output": "x.exe"}, {"prompt": "x", "output": "a.npy"})
-    assert batch(jobs(tmp_path / "jobs.jsonl", *lines), tmp_path) == 1
+    """The others would share its step. A file tells how it was made, as asked for on the command line."""
+    lines = ({"prompt": "x", "seed": "one"}, {"prompt": "x", "output": "x.exe"}, {"prompt": PROMPTS[0]})
+    assert batch(jobs(tmp_path / "jobs.jsonl", *lines), tmp_path, "--seed", "3") == 1
     errors = capsys.readouterr().err
     assert "line 1 (x-" in errors
     assert "failed: seed='one' is not a whole number" in errors
     assert "line 2 (x.exe) failed: output=" in errors
     assert "1 of 3 jobs done, 2 failed" in errors
-    assert (tmp_path / "a.npy").is_file()
+    (video,) = tmp_path.glob("*.mp4")
+    assert video.name.startswith("a-red-circle-")
+    metadata = media.read_metadata(video)
+    assert (metadata["prompt"], metadata["seed"]) == (PROMPTS[0], "3")
 
 
 def test_a_mesh_without_its_devices_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,8 +102,11 @@ def test_jobs_that_share_steps_have_their_own_previews(tmp_path: Path) -> None:
     assert max(len(preview) for event in events for preview in event.previews) < 2000
 
 
+SMALL = {"num_inference_steps": 2, "height": 32, "width": 32, "num_frames": 5}
+
+
 def test_nobody_watches(tmp_path: Path) -> None:
-    assert run_jobs(tmp_path, ["a red circle"], [], batch_size=1, model="demo", num_inference_steps=2) == []
+    assert run_jobs(tmp_path, ["a red circle"], [], batch_size=1, model="demo", **SMALL) == []
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from comfy_tpu.config import AttentionConfig, BlockSizes
 from comfy_tpu.kernels import attention, splash
 from comfy_tpu.kernels.masking import Masking
 from comfy_tpu.kernels.tuning import block_sizes
+from tests.covering import covering
 from tests.kernels.attention_reference import Case, relative_error, run
 
 CONFIG = AttentionConfig(
@@ -98,8 +99,13 @@ def test_exact_form_for_the_heads_that_need_it(monkeypatch: pytest.MonkeyPatch) 
     assert exact_heads(ALL, monkeypatch) == [False] * len(BOUNDED) + [True] * len(EXACT)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("depth", [splash.DEPTH, -math.inf], ids=["default", "exact"])
+@covering(
+    "depth, dtype",
+    [splash.DEPTH, -math.inf],
+    [jnp.float32, jnp.bfloat16],
+    strength=0,
+    always=[(splash.DEPTH, jnp.float32), (-math.inf, jnp.bfloat16)],
+)
 def test_both_forms_match_torch(depth: float, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splash, "DEPTH", depth)
     got, expected = run(ALL, CONFIG, dtype=dtype)
@@ -108,7 +114,9 @@ def test_both_forms_match_torch(depth: float, dtype: Any, monkeypatch: pytest.Mo
         assert error <= (1e-5 if dtype == jnp.float32 else 2e-2), kind
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
+)
 def test_exact_form_of_a_block_in_several_parts(dtype: Any) -> None:
     config = dataclasses.replace(CONFIG, block_sizes=BlockSizes(query=384, key=256, key_compute=128))
     case = Adversarial(heads=4, kv_heads=4, queries=380, scale=1.0, kinds=EXACT)
@@ -135,7 +143,9 @@ def test_steps_of_different_size() -> None:
     assert relative_error(np.asarray(got), case.expected(inputs)) <= 1e-5
 
 
-@pytest.mark.parametrize(("chip", "is_close"), [("v6e", True), ("v7x", True), ("v5e", False)])
+@pytest.mark.parametrize(
+    ("chip", "is_close"), [("v6e", True), pytest.param("v7x", True, marks=pytest.mark.slow), ("v5e", False)]
+)
 def test_scores_of_thousands_keep_what_bfloat16_rounds_off_queries(chip: str, is_close: bool) -> None:
     # One of 380 rows has two keys whose scores of 2^100 differ by less than that.
     case = Adversarial(heads=4, kv_heads=4, queries=380, scale=1.0, kinds=EXACT)
@@ -204,7 +214,14 @@ HIDING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", HIDING.values(), ids=HIDING)
+@pytest.mark.parametrize(
+    "options",
+    # What a kind of mask hides by default: test_parity.py.
+    [
+        pytest.param(each, id=name, marks=[] if name in ("key mask", "rows without keys") else [pytest.mark.slow])
+        for name, each in HIDING.items()
+    ],
+)
 def test_bounded_form_with_hidden_keys(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     case = Adversarial(**options)
     assert exact_heads(case, monkeypatch) == [False, False]

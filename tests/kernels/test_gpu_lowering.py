@@ -5,17 +5,20 @@ import functools
 import jax
 import jax.export
 import jax.numpy as jnp
-import pytest
 
 from comfy_tpu.kernels.hopper import hopper_attention
+from tests.covering import covering
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys", "head_dim"), [(32_760, 32_760, 128), (1000, 777, 128), (64, 100, 64)], ids=str
+@covering(
+    "sizes, dtype, int8_scores",
+    [(32_760, 32_760, 128), (1000, 777, 128), (64, 100, 64)],
+    [jnp.bfloat16, jnp.float16],
+    [False, True],
+    strength=1,
 )
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
-@pytest.mark.parametrize("int8_scores", [False, True], ids=["16 bits", "8 bits"])
-def test_lowers(queries: int, keys: int, head_dim: int, dtype: jnp.dtype, int8_scores: bool) -> None:
+def test_lowers(sizes: tuple[int, int, int], dtype: jnp.dtype, int8_scores: bool) -> None:
+    queries, keys, head_dim = sizes
     query = jax.ShapeDtypeStruct((1, 4, queries, head_dim), dtype)
     key = jax.ShapeDtypeStruct((1, 2, keys, head_dim), dtype)
     attend = functools.partial(hopper_attention, scale=0.1, int8_scores=int8_scores)

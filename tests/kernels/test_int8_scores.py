@@ -35,7 +35,9 @@ def test_is_near_attention_without(case: Case, tolerance: float) -> None:
     assert 1e-4 <= error <= tolerance  # not the same: the 8 bits were there
 
 
-@pytest.mark.parametrize("mesh", ["sp=4", "tp=4", "dp=2,sp=4"])
+@pytest.mark.parametrize(
+    "mesh", [*(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("sp=4", "tp=4")), "dp=2,sp=4"]
+)
 def test_meshes_give_the_same(mesh: str) -> None:
     case = dataclasses.replace(CASE, queries=400, keys=400)
     one, several = outputs(case, INT8), outputs(case, INT8, mesh)
@@ -47,8 +49,8 @@ def test_meshes_give_the_same(mesh: str) -> None:
     "case",
     [
         dataclasses.replace(CASE, lengths=(300, 7)),
-        dataclasses.replace(CASE, mask=(2, 1, 1, 400)),
-        dataclasses.replace(CASE, keys=130, is_causal=True),
+        pytest.param(dataclasses.replace(CASE, mask=(2, 1, 1, 400)), marks=pytest.mark.slow),
+        pytest.param(dataclasses.replace(CASE, keys=130, is_causal=True), marks=pytest.mark.slow),
         dataclasses.replace(CASE, window=(40, 9)),
     ],
     ids=["lengths", "mask", "causal", "window"],

@@ -139,7 +139,7 @@ def _parts(case: Case, count: int) -> tuple[list[jax.Array], list[jax.Array]]:
     return [array[:, :, :count] for array in arrays], [array[:, :, count:] for array in arrays]
 
 
-@covering("layout, implementation, lengths", ["single", *LAYOUTS], ["chunked", "splash"], [None, (77, 65)])
+@covering("layout, implementation, lengths", ["single", *LAYOUTS], ["chunked", "splash"], [None, (77, 65)], strength=1)
 def test_two_sequences_attend_as_one(layout: str, implementation: str, lengths: tuple[int, int] | None) -> None:
     """Neither length divides by sp, and keys beyond the lengths take no part."""
     case = Case(heads=8, kv_heads=8, queries=77, keys=77, lengths=lengths)

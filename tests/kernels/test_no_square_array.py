@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from comfy_tpu.config import AttentionConfig, MeshSizes, Platform
 from comfy_tpu.kernels import attention
 from comfy_tpu.parallel.placement import Placement
+from tests.covering import covering
 from tests.kernels.attention_reference import absent_placement
 
 LENGTH = 20_011  # prime: nothing divides it, and 4 shares of it are still longer than dense_max_tokens
@@ -73,16 +74,14 @@ def test_one_device(platform: Platform, options: dict[str, Any]) -> None:
     assert largest(placement, lowering, AttentionConfig(), **options) < LENGTH * LENGTH // 2
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "ring"])
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-@pytest.mark.parametrize("options", [CALLS["causal"], CALLS["key padding"]], ids=["causal", "key padding"])
-def test_sequence_parallel(platform: Platform, strategy: str, options: dict[str, Any]) -> None:
+@covering("platform, strategy, call", ["cpu", "tpu"], ["ulysses", "ring"], ["causal", "key padding"])
+def test_sequence_parallel(platform: Platform, strategy: str, call: str) -> None:
     """Inside the mesh an array is one device's share: not even a share × a share may be made."""
     sizes = MeshSizes(sp=4)
     placement = absent_placement(platform, "v6e", sp=sizes.sp)
     config = AttentionConfig(sequence_parallel=strategy)
     share = -(-LENGTH // sizes.sp)
-    assert largest(placement, [platform], config, heads=4, **options) < share * share
+    assert largest(placement, [platform], config, heads=4, **CALLS[call]) < share * share
 
 
 def test_a_dense_mask_is_sliced_not_copied() -> None:

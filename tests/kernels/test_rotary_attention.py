@@ -70,21 +70,22 @@ def in_kernels(arrays: dict[str, np.ndarray], layout: dict[str, int], dtype: Any
     return np.asarray(call({name: jnp.asarray(array) for name, array in arrays.items()}), np.float32)
 
 
-def check(name: str) -> None:
-    # At sp2, sp4 and sp8 the tokens of a device, 536, 268 and 134, are no whole registers, and tiles meet the gaps.
-    arrays = draw(1072, jnp.float32)
+def check(name: str, tokens: int) -> None:
+    arrays = draw(tokens, jnp.float32)
     assert relative_error(in_kernels(arrays, LAYOUTS[name], jnp.float32), in_torch(arrays)) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["dp2 sp4", "dp2 sp2 tp2"])
+@pytest.mark.parametrize("name", [pytest.param("dp2 sp4", marks=pytest.mark.slow), "dp2 sp2 tp2"])
 def test_layouts_match_torch(name: str) -> None:
-    check(name)
+    # At sp2, the 268 tokens of a device are no whole registers, and tiles meet the gaps.
+    check(name, 536)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_layouts_match_torch(name: str) -> None:
-    check(name)
+    # At sp2, sp4 and sp8 the tokens of a device, 536, 268 and 134, are no whole registers, and tiles meet the gaps.
+    check(name, 1072)
 
 
 def test_bfloat16() -> None:

@@ -124,7 +124,7 @@ def test_tiles_that_are_gathered_one_by_one_match_those_gathered_together(monkey
     assert relative_error(np.asarray(got), expected(arrays, dense_mask(window, grid, 0))) <= 1e-5
 
 
-@pytest.mark.parametrize("config", [CHUNKED, SPLASH], ids=["chunked", "splash"])
+@pytest.mark.parametrize("config", [CHUNKED, pytest.param(SPLASH, marks=pytest.mark.slow)], ids=["chunked", "splash"])
 def test_a_window_over_everything_is_full_attention(config: AttentionConfig) -> None:
     arrays = [jnp.asarray(array) for array in inputs(5 * 5 * 7, heads=1, batch=1)]
     tiles = make_schedule(TileWindow((2, 4, 3), (9, 9, 9)), (5, 5, 7))

@@ -82,6 +82,7 @@ def test_a_layout_gives_the_video_of_one_device(mesh: str, request_kind: str) ->
     assert torch.equal(video(mesh, request_kind), made), "the same devices and mesh: bit for bit"
 
 
+@pytest.mark.slow  # by default: test_video.py
 def test_the_comparison_would_see_another_request() -> None:
     other = "a red circle moving left on a black background"
     assert_wrong_ones_differ(

@@ -47,7 +47,9 @@ def test_alpha_in_pefts_configuration_is_as_in_diffusers(tmp_path: Path) -> None
     assert error(loaded([Lora(path)]), expected) < 1e-5
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=[pytest.mark.slow] if mesh == "dp=2,sp=4" else []) for mesh in MESHES]
+)
 def test_two_at_once_with_strengths_of_their_own_on_every_mesh(mesh: str, tmp_path: Path) -> None:
     first = write(tmp_path / "a.safetensors", small_loras.kohya_style(rank=4))
     second = write(tmp_path / "b.safetensors", small_loras.original_style(rank=20, seed=2))

@@ -83,7 +83,7 @@ def test_threads_do_not_disturb_each_other() -> None:
     def run(length: int) -> Tokens:
         return tokenize(files, encoder, PROMPTS, length)
 
-    lengths = [8, 32] * 200
+    lengths = [8, 32] * 80
     alone = {length: run(length) for length in set(lengths)}
     with ThreadPoolExecutor(4) as threads:
         for length, found in zip(lengths, threads.map(run, lengths), strict=True):

@@ -306,7 +306,9 @@ def test_the_end_of_guidance_compiles_what_a_run_without_guidance_does() -> None
     assert [torch.equal(one, other) for one, other in zip(every, half, strict=True)] == [True] * 5 + [False] * 5
 
 
-@pytest.mark.parametrize("changed", [{"reuse": 1.0}, {"reuse": 1.0, "guidance_until": 0.5}])
+@pytest.mark.parametrize(
+    "changed", [pytest.param({"reuse": 1.0}, marks=pytest.mark.slow), {"reuse": 1.0, "guidance_until": 0.5}]
+)
 def test_every_mesh_gives_the_same_video(changed: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
     alone = latents(opened(), **changed)
     assert psnr(latents(opened("dp=2,sp=4"), **changed), alone) >= SAME
@@ -315,6 +317,7 @@ def test_every_mesh_gives_the_same_video(changed: dict[str, float], caplog: pyte
     assert warned == ("guidance_until" in changed)
 
 
+@pytest.mark.slow  # by default: tests/cli/test_demo.py, and the plan of a run above
 def test_stages_are_the_whole_bit_for_bit() -> None:
     pipeline = opened()
     settings = pipeline.settings(**(TEN | {"reuse": 1.0, "guidance_until": 0.5}))

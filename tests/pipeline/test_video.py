@@ -108,12 +108,13 @@ def step_flops(mesh: str, guidance_scale: float) -> float:
     return float(costs["flops"])
 
 
-@pytest.mark.parametrize(("mesh", "share"), [("single", 0.5), ("dp=2,sp=4", 1.0)])
+@pytest.mark.parametrize(("mesh", "share"), [("single", 0.5), pytest.param("dp=2,sp=4", 1.0, marks=pytest.mark.slow)])
 def test_one_branch_is_half_the_work_where_dp_does_not_divide_two(mesh: str, share: float) -> None:
     """What the nodes say of guidance_scale: on a mesh with dp=2 both halves compute the one branch."""
     assert step_flops(mesh, 1.0) / step_flops(mesh, 4.0) == pytest.approx(share, abs=0.02)
 
 
+@pytest.mark.slow  # by default: two pictures at once in tests/families/test_flux.py
 def test_several_videos_at_once() -> None:
     actual = video(opened("single"), num_videos=2)
     assert actual.shape[0] == 2
@@ -211,16 +212,18 @@ def test_a_listener_that_raises_ends_the_run_and_the_next_works() -> None:
     class CancelledError(Exception):
         pass
 
-    pipeline = VideoPipeline.open(small_pipeline.directory(), RuntimeConfig(mesh="single"))
+    pipeline = opened("single")
 
     def cancel(progress: Progress) -> None:
         if progress.stage == "denoising" and progress.done == 2:
             raise CancelledError
 
     pipeline.on_progress = cancel
-    with pytest.raises(CancelledError):
-        video(pipeline)
-    pipeline.on_progress = lambda progress: None
+    try:
+        with pytest.raises(CancelledError):
+            video(pipeline)
+    finally:
+        pipeline.on_progress = lambda progress: None
     assert psnr(video(pipeline), expected()) >= SAME
 
 

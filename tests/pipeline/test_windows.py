@@ -133,6 +133,7 @@ def test_the_latents_are_those_of_a_plain_loop_on_every_mesh(mesh: str, size: di
     assert psnr(denoise(mesh, **size), plain(**size)) >= SAME
 
 
+@pytest.mark.slow  # by default: another request in test_video.py; blends in ComfyUI's words below
 def test_the_comparison_would_see_other_windows() -> None:
     assert_wrong_ones_differ(
         plain(),
@@ -173,6 +174,7 @@ def test_freenoise_is_that_of_comfyui() -> None:
         assert not torch.equal(expected, noise)
 
 
+@pytest.mark.slow  # by default: a plain loop on dp=2,sp=4
 @pytest.mark.parametrize(
     "chosen",
     [

@@ -32,12 +32,14 @@ def wan_plan():
     return plan
 
 
+@pytest.mark.slow  # by default: test_formulas_for_other_slices, of one layout
 def test_the_chosen_layout_fits_with_a_tenth_to_spare(wan_plan):
     assert wan_plan.fits
     assert wan_plan.chosen.peak_bytes <= 0.9 * 32e9
     assert wan_plan.chosen.sizes == wan_plan.layouts[0].sizes == MeshSizes(dp=2, sp=4)
 
 
+@pytest.mark.slow  # by default: test_formulas_for_other_slices, of one layout
 def test_it_sends_at_most_two_fifths_of_the_seeds_layout(wan_plan):
     assert wan_plan.seed.sizes == MeshSizes(dp=2, tp=4)
     assert wan_plan.seed.partitioned.sent_bytes > 139e9
@@ -53,18 +55,21 @@ def counted(plan):
     return layouts
 
 
+@pytest.mark.slow  # by default: test_formulas_for_other_slices, of one layout
 def test_every_collective_has_a_cause(wan_plan):
     for layout in counted(wan_plan):
         assert layout.partitioned.traffic
         assert layout.partitioned.unexplained == ()
 
 
+@pytest.mark.slow  # by default: test_formulas_for_other_slices, of one layout
 def test_splash_is_inside_and_no_scores_of_tokens_by_tokens(wan_plan):
     for layout in counted(wan_plan):
         assert layout.facts.kernels == layout.partitioned.kernels == 4, "queries, keys, self-, cross-attention"
         assert layout.facts.square_arrays == layout.partitioned.square_arrays == ()
 
 
+@pytest.mark.slow  # by default: test_formulas_for_other_slices, of one layout
 def test_formulas_say_what_the_program_does(wan_plan):
     for layout in counted(wan_plan):
         check_formulas(layout.estimate, layout.facts, layout.partitioned)
@@ -83,18 +88,23 @@ def check_formulas(guess, facts, program):
     assert memory.weights + memory.prompt + memory.latents == pytest.approx(facts.resident_bytes, abs=10e6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tpu", "sizes", "size"),
     [
-        ("v6e-8", MeshSizes(sp=2, tp=4), "720P"),
-        ("v6e-8", MeshSizes(tp=8), "480P"),
-        ("v6e-64", MeshSizes(dp=2, sp=32), "720P"),
-        ("v6e-64", MeshSizes(dp=2, sp=8, tp=4), "480P"),
-        ("v6e-256", MeshSizes(dp=2, sp=16, tp=8), "720P"),
-        ("v5p-8", MeshSizes(dp=2, sp=2), "720P"),
-        ("v7x-8", MeshSizes(sp=8), "480P"),
-        ("v5e-1", MeshSizes(), "480P"),
+        ("v6e-8", MeshSizes(dp=2, sp=4), "720P"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("v6e-8", MeshSizes(sp=2, tp=4), "720P"),
+                ("v6e-8", MeshSizes(tp=8), "480P"),
+                ("v6e-64", MeshSizes(dp=2, sp=32), "720P"),
+                ("v6e-64", MeshSizes(dp=2, sp=8, tp=4), "480P"),
+                ("v6e-256", MeshSizes(dp=2, sp=16, tp=8), "720P"),
+                ("v5p-8", MeshSizes(dp=2, sp=2), "720P"),
+                ("v7x-8", MeshSizes(sp=8), "480P"),
+                ("v5e-1", MeshSizes(), "480P"),
+            ]
+        ),
     ],
     ids=str,
 )
@@ -137,15 +147,17 @@ def test_what_does_not_fit_says_what_would(monkeypatch):
     assert not any(e.fits for e in planning.rank_layouts(work, dataclasses.replace(slice_, chips=slice_.chips // 2)))
 
 
-def test_the_compiler_has_the_last_word_on_memory(wan_plan):
-    assert not dataclasses.replace(wan_plan, compiler_refused="the TPU compiler …: RESOURCE_EXHAUSTED: 33G of 31G").fits
-    assert dataclasses.replace(wan_plan, compiler_refused="the TPU compiler …: no libtpu for this Python").fits
+def test_the_compiler_has_the_last_word_on_memory():
+    model = find_model("demo")
+    plan, _ = make_plan(model, model.defaults, parse_slice("v6e-1"), compile_=False)
+    assert not dataclasses.replace(plan, compiler_refused="the TPU compiler …: RESOURCE_EXHAUSTED: 33G of 31G").fits
+    assert dataclasses.replace(plan, compiler_refused="the TPU compiler …: no libtpu for this Python").fits
     said = {f"{part}_size_in_bytes": 0 for part in ("argument", "output", "temp", "generated_code", "alias")}
-    chosen = wan_plan.chosen
+    chosen = plan.chosen
     for temporaries, fits in ((20e9, True), (30e9, False)):
         counted = dataclasses.replace(chosen.partitioned, memory=said | {"temp_size_in_bytes": int(temporaries)})
         compiled = dataclasses.replace(chosen, compiled=counted)
-        assert dataclasses.replace(wan_plan, chosen=compiled).fits is fits
+        assert dataclasses.replace(plan, chosen=compiled).fits is fits
 
 
 def test_square_arrays():

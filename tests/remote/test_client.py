@@ -13,6 +13,7 @@ import pytest
 
 from comfy_tpu.errors import ComfyTpuError
 from comfy_tpu.pipeline.progress import Progress
+from comfy_tpu.remote import runner as remote_runner
 from comfy_tpu.remote.client import RefusedError, ServerClient, UnreachableError
 from comfy_tpu.remote.keys import Address, parse_address
 from comfy_tpu.remote.runner import _ABANDONED, Callbacks, FailedError, LostError, StageRunner, read_progress
@@ -35,7 +36,7 @@ def answering(answer: Answer) -> Iterator[Address]:
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
         yield parse_address(f"http://127.0.0.1:{server.server_port}")
@@ -249,7 +250,8 @@ def test_cancel_does_not_wait_for_the_next_event() -> None:
 
 
 @pytest.mark.parametrize("hangs", ["/denoise", "/events", "/content"])
-def test_cancel_does_not_wait_for_a_server_that_hangs(hangs: str) -> None:
+def test_cancel_does_not_wait_for_a_server_that_hangs(hangs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_runner, "_CANCEL_SECONDS", 0.5)
     stages, hung, may_go_on = Stages(), threading.Event(), threading.Event()
 
     def answer(handler: Any) -> None:

@@ -62,6 +62,9 @@ class Executor:
         pass
 
 
+Served = tuple[TestClient, Service]
+
+
 @contextlib.contextmanager
 def running(
     directory: Path,

@@ -13,7 +13,7 @@ from PIL import Image
 from comfy_tpu.jobs.served_ledger import ServedLedger
 from comfy_tpu.jobs.worker_thread import GROUPS_AHEAD
 from comfy_tpu.serving.config import Limits, Retention
-from tests.serving.stand_in import running
+from tests.serving.stand_in import Served, running
 
 KEYS = {"ann": "a-key-of-ann-0001", "bob": "a-key-of-bob-0001"}
 
@@ -79,19 +79,19 @@ def test_a_failed_job_says_why(tmp_path: Path) -> None:
         ({"mesh": "tp=8"}, "mesh"),
     ],
 )
-def test_bad_orders_are_refused_at_once(fields: dict[str, Any], param: str, tmp_path: Path) -> None:
-    with running(tmp_path) as (client, service, _):
-        answer = client.post("/v1/videos", json={"prompt": "a cat", **fields})
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == param
-        assert service.ledger.counts().total == 0
+def test_bad_orders_are_refused_at_once(fields: dict[str, Any], param: str, shared: Served) -> None:
+    client, service = shared
+    answer = client.post("/v1/videos", json={"prompt": "a cat", **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert service.ledger.counts().total == 0
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 100_000])
-def test_bodies_that_are_no_orders(content: bytes, tmp_path: Path) -> None:
-    with running(tmp_path) as (client, _, _):
-        answer = client.post("/v1/videos", content=content, headers={"Content-Type": "application/json"})
-        assert answer.status_code == 400
+def test_bodies_that_are_no_orders(content: bytes, shared: Served) -> None:
+    client, _ = shared
+    answer = client.post("/v1/videos", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
 
 
 def png(width: int, height: int) -> bytes:

@@ -17,7 +17,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.serving.api import make_app
 from comfy_tpu.serving.config import Limits
 from comfy_tpu.serving.connections import make_server
-from tests.serving.stand_in import running
+from tests.serving.stand_in import Served, running
 from tests.serving.test_api import png
 
 KEYS = {"ann": "a-key-of-ann-0001", "bob": "a-key-of-bob-0001"}
@@ -87,9 +87,9 @@ def test_half_open_connections_end(tmp_path: Path) -> None:
 
 def test_a_second_request_on_a_connection_has_its_time(tmp_path: Path) -> None:
     # Not less: on a busy machine a second may pass between a connection and its first byte.
-    with listening(tmp_path, header_seconds=3.0) as port, connect(port, head(port, "GET /healthz")) as connection:
+    with listening(tmp_path, header_seconds=1.5) as port, connect(port, head(port, "GET /healthz")) as connection:
         assert status_of(connection.recv(65536)) == 200
-        time.sleep(3.5)  # longer than headers may take, but between two requests
+        time.sleep(1.7)  # longer than headers may take, but between two requests
         connection.sendall(head(port, "GET /healthz"))
         assert status_of(connection.recv(65536)) == 200
         connection.sendall(b"GET /hea")
@@ -122,6 +122,16 @@ def test_a_large_body(headers: tuple[str, ...], tmp_path: Path) -> None:
         assert get_health(port) == 200
 
 
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Of one server for all that is refused; a file "x" lies beside its directory."""
+    directory = tmp_path_factory.mktemp("listening")
+    (directory / "x").write_text("secret")
+    with listening(directory / "served", header_seconds=3.0) as port:
+        yield port
+    assert (directory / "x").exists()
+
+
 @pytest.mark.parametrize(
     "sent",
     [
@@ -139,14 +149,13 @@ def test_a_large_body(headers: tuple[str, ...], tmp_path: Path) -> None:
     ],
     ids=["tls", "http2", "version", "no host", "name", "folded", "negative", "lengths", "chunk", "path", "header"],
 )
-def test_requests_that_are_none(sent: bytes, tmp_path: Path) -> None:
-    with listening(tmp_path, header_seconds=3.0) as port:
-        connection = connect(port)
-        with contextlib.suppress(ConnectionError):
-            connection.sendall(sent)
-        answer = read_all(connection)
-        assert not answer or 400 <= status_of(answer) < 500, answer[:200]
-        assert get_health(port) == 200
+def test_requests_that_are_none(sent: bytes, port: int) -> None:
+    connection = connect(port)
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(sent)
+    answer = read_all(connection)
+    assert not answer or 400 <= status_of(answer) < 500, answer[:200]
+    assert get_health(port) == 200
 
 
 def test_an_upgrade_to_a_websocket_is_no_way_in(tmp_path: Path) -> None:
@@ -181,13 +190,13 @@ def test_an_upgrade_to_a_websocket_is_no_way_in(tmp_path: Path) -> None:
         ("application/x-www-form-urlencoded", b"&".join(b"a%d=1" % number for number in range(1000))),
     ],
 )
-def test_malformed_bodies(kind: str, content: bytes, tmp_path: Path) -> None:
-    with running(tmp_path) as (client, service, _):
-        for path in ("/v1/videos", "/v1/images/generations"):
-            answer = client.post(path, content=content, headers={"Content-Type": kind})
-            assert answer.status_code == 400, answer.text
-            assert answer.json()["error"]["message"]
-        assert service.ledger.counts().total == 0
+def test_malformed_bodies(kind: str, content: bytes, shared: Served) -> None:
+    client, service = shared
+    for path in ("/v1/videos", "/v1/images/generations"):
+        answer = client.post(path, content=content, headers={"Content-Type": kind})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"]
+    assert service.ledger.counts().total == 0
 
 
 def test_much_json_is_refused(tmp_path: Path) -> None:
@@ -268,17 +277,13 @@ def test_loras_outside_of_their_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "id_", ["..", "../x", "%2e%2e%2f%2e%2e%2fetc%2fpasswd", "%00", "a%0d%0aX-A:b", "a" * 5000, "*"]
 )
-def test_ids_are_no_paths(id_: str, tmp_path: Path) -> None:
-    secret = tmp_path / "x"
-    secret.write_text("secret")
-    with listening(tmp_path / "served") as port:
-        for path in (f"/v1/videos/{id_}", f"/v1/videos/{id_}/content", f"/v1/stages/{id_}/preview", f"/page/{id_}"):
-            for method in ("GET", "DELETE"):
-                answer = read_all(connect(port, head(port, f"{method} {path}", "Connection: close")))
-                assert status_of(answer) in (404, 405), (method, path)
-                assert b"X-A" not in answer.partition(b"\r\n\r\n")[0]
-                assert b"secret" not in answer
-        assert secret.exists()
+def test_ids_are_no_paths(id_: str, port: int) -> None:
+    for path in (f"/v1/videos/{id_}", f"/v1/videos/{id_}/content", f"/v1/stages/{id_}/preview", f"/page/{id_}"):
+        for method in ("GET", "DELETE"):
+            answer = read_all(connect(port, head(port, f"{method} {path}", "Connection: close")))
+            assert status_of(answer) in (404, 405), (method, path)
+            assert b"X-A" not in answer.partition(b"\r\n\r\n")[0]
+            assert b"secret" not in answer
 
 
 @pytest.mark.parametrize(
@@ -348,33 +353,33 @@ SETTINGS = [field.name for field in dataclasses.fields(GenerationSettings) if fi
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, "steps", "guidance", "frames", "seconds", "size"])
-def test_hostile_numbers(name: str, tmp_path: Path) -> None:
+def test_hostile_numbers(name: str, shared: Served) -> None:
     allowed = {"-1", '"-1"'} if name == "context_overlap" else set()  # there it is the default
-    with running(tmp_path) as (client, service, _):
-        for literal in LITERALS:
-            if literal in allowed:
-                continue
-            content = f'{{"prompt": "a", "{name}": {literal}}}'
-            answer = client.post("/v1/videos", content=content, headers={"Content-Type": "application/json"})
-            assert answer.status_code == 400, (literal[:40], answer.text[:200])
-            assert len(answer.content) < 5000  # nothing is sent back at length
-        for literal in NUMBERS:
-            if literal in allowed:
-                continue
-            answer = client.post("/v1/videos", data={"prompt": "a", name: literal})
-            assert answer.status_code == 400, (literal[:40], answer.text[:200])
-        assert service.ledger.counts().total == 0
+    client, service = shared
+    for literal in LITERALS:
+        if literal in allowed:
+            continue
+        content = f'{{"prompt": "a", "{name}": {literal}}}'
+        answer = client.post("/v1/videos", content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400, (literal[:40], answer.text[:200])
+        assert len(answer.content) < 5000  # nothing is sent back at length
+    for literal in NUMBERS:
+        if literal in allowed:
+            continue
+        answer = client.post("/v1/videos", data={"prompt": "a", name: literal})
+        assert answer.status_code == 400, (literal[:40], answer.text[:200])
+    assert service.ledger.counts().total == 0
 
 
 @pytest.mark.parametrize("name", ["negative_prompt", "scheduler", "model", "prompt", "lora", "size", "no_such_field"])
-def test_hostile_texts(name: str, tmp_path: Path) -> None:
-    with running(tmp_path) as (client, _, _):
-        for value in ("x" * 500_000, ["x"], {"x": "x"}, 7, True, 1.5):
-            answer = client.post("/v1/videos", json={"prompt": "a", name: value})
-            assert answer.status_code == 400, (name, str(value)[:40])
-            assert answer.json()["error"]["param"] == name
-            assert len(answer.content) < 5000
-        assert client.post("/v1/videos", json={"prompt": "a", "x" * 100_000: 1}).status_code == 400
+def test_hostile_texts(name: str, shared: Served) -> None:
+    client, _ = shared
+    for value in ("x" * 500_000, ["x"], {"x": "x"}, 7, True, 1.5):
+        answer = client.post("/v1/videos", json={"prompt": "a", name: value})
+        assert answer.status_code == 400, (name, str(value)[:40])
+        assert answer.json()["error"]["param"] == name
+        assert len(answer.content) < 5000
+    assert client.post("/v1/videos", json={"prompt": "a", "x" * 100_000: 1}).status_code == 400
 
 
 def test_methods_that_there_are_not(tmp_path: Path) -> None:

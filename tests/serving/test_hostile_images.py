@@ -2,6 +2,7 @@
 
 import io
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from PIL import Image
 
 from comfy_tpu.pipeline.images import read_image
-from tests.serving.stand_in import running
+from tests.serving.stand_in import Served, running
 
 RED = (255, 0, 0)
 
@@ -65,16 +66,23 @@ HOSTILE_IMAGES = {
 }
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server for all orders that are refused and leave nothing."""
+    with running(tmp_path_factory.mktemp("shared"), "demo-image") as (client, service, _):
+        yield client, service
+
+
 @pytest.mark.parametrize("name", HOSTILE_IMAGES)
 @pytest.mark.filterwarnings("default::PIL.Image.DecompressionBombWarning")
-def test_hostile_images(name: str, tmp_path: Path) -> None:
-    with running(tmp_path, "demo-image") as (client, service, _):
-        files = {"input_reference": ("a.png", HOSTILE_IMAGES[name], "image/png")}
-        answer = client.post("/v1/videos", data={"prompt": "a cat"}, files=files)
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == "image"
-        assert service.ledger.counts().total == 0
-        assert list((tmp_path / "inputs").glob("video_*")) == []
+def test_hostile_images(name: str, shared: Served) -> None:
+    client, service = shared
+    files = {"input_reference": ("a.png", HOSTILE_IMAGES[name], "image/png")}
+    answer = client.post("/v1/videos", data={"prompt": "a cat"}, files=files)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "image"
+    assert service.ledger.counts().total == 0
+    assert list(service.inputs.glob("video_*")) == []
 
 
 def test_images_by_what_they_are_not_by_their_names(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def test_a_lora_of_the_server(client: ServerClient, loras: Path) -> None:
         RemotePipeline.open(client, "demo", loras=[Lora(elsewhere)]).denoise(embeddings, settings)
 
 
+@pytest.mark.slow  # by default: tests/remote/test_client.py, and a running job in test_api.py
 def test_cancel_frees_the_worker(client: ServerClient) -> None:
     class CancelledError(Exception):
         pass

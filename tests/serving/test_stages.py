@@ -17,7 +17,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.stage_messages import pack, pack_settings
 from comfy_tpu.serving.config import Limits
-from tests.serving.stand_in import running
+from tests.serving.stand_in import Served, running
 from tests.serving.test_api import KEYS
 
 
@@ -150,13 +150,13 @@ LATENTS = torch.zeros(1, 16, 1, 8, 8)
     ],
 )
 def test_inputs_that_the_model_cannot_read(
-    tensors: dict[str, torch.Tensor], changed: dict[str, str], reason: str, tmp_path: Path
+    tensors: dict[str, torch.Tensor], changed: dict[str, str], reason: str, shared: Served
 ) -> None:
-    with running(tmp_path) as (client, service, _):
-        answer = denoise(client, text(**tensors), **changed)
-        assert (answer.status_code, reason in answer.json()["error"]["message"]) == (400, True), answer.text
-        assert service.ledger.counts().total == 0
-        assert list((tmp_path / "inputs").iterdir()) == []
+    client, service = shared
+    answer = denoise(client, text(**tensors), **changed)
+    assert (answer.status_code, reason in answer.json()["error"]["message"]) == (400, True), answer.text
+    assert service.ledger.counts().total == 0
+    assert list(service.inputs.iterdir()) == []
 
 
 @pytest.mark.parametrize(
