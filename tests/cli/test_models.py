@@ -221,8 +221,11 @@ def test_an_interrupted_download_goes_on_in_the_next_process(home):
     hub.stalls_after[SHARDS[0]] = 90_000
     with serve(hub):
         environ = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1"}
+        stopping = home / "stopping"
         code = (
-            "import os, sys; from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 10_000; "
+            "import sys; from concurrent.futures import ThreadPoolExecutor as Pool; from pathlib import Path; "
+            "from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 10_000; own = Pool.shutdown; "
+            f"Pool.shutdown = lambda *args, **how: (Path({str(stopping)!r}).touch(), own(*args, **how)); "
             "from comfy_tpu.cli.main import main; sys.exit(main(sys.argv[1:]))"
         )
         command = [sys.executable, "-c", code, "download", MODEL, "--local-dir", str(home / "own"), "--json"]
@@ -232,6 +235,7 @@ def test_an_interrupted_download_goes_on_in_the_next_process(home):
         partial = home / "own" / ".cache" / "comfy-tpu"
         wait_for(lambda: any(path.stat().st_size >= 10_000 for path in partial.iterdir()), 60)
         first.send_signal(signal.SIGINT)
+        wait_for(stopping.exists, 60)  # or the rest could come before the signal is noticed
         hub.on_resume.set()
         _, error = first.communicate(timeout=60)
         assert (first.returncode, error.splitlines()[-1]) == (130, "comfy-tpu: interrupted")

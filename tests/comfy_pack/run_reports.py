@@ -56,6 +56,9 @@ def run_family(run, error, *, opens=True):
 class Colours:
     """A previewer of the kind that colours latents."""
 
+    def __init__(self, channels: int = 1) -> None:
+        self.latent_rgb_factors = torch.zeros(3, channels)
+
     def decode_latent_to_preview_image(self, kind, latents):
         return [kind, list(latents.shape), int(latents[0, 0, 0, 0, 0])]
 
@@ -85,7 +88,7 @@ def run_previews(run, previewer):
     report = run.NodeReport("7", {"denoising": 4}, CARD.node_sets[0])
     with report.to_the_end():
         report(Progress("denoising", "", 1, 4, size="64×64×9", preview=lambda: latents))
-        complete.wait(60 if isinstance(previewer, Colours) else 0.5)
+        complete.wait(60 if type(previewer) is Colours and previewer.latent_rgb_factors.shape[1] == 1 else 0.5)
     return {"bar": shown, "sent": sent[:3]}
 
 
@@ -138,7 +141,11 @@ def run():
             "out of memory": run_native(run, hosting, DeviceMemoryError("x")),
             "on the host": run_native(run, hosting, TraceError("x")),
         },
-        "previews": {"colours": run_previews(run, Colours()), "network": run_previews(run, Network())},
+        "previews": {
+            "colours": run_previews(run, Colours()),
+            "other channels": run_previews(run, Colours(channels=4)),
+            "network": run_previews(run, Network()),
+        },
     }
 
 

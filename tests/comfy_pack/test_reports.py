@@ -65,3 +65,7 @@ def test_every_frame_of_a_video_is_previewed_in_turn(ends):
 def test_a_previewer_that_costs_time_is_asked_once(ends):
     """TAESD and the like, and those of other node packs, which see all frames."""
     assert ends["previews"]["network"] == {"bar": [["JPEG", [1, 1, 3, 1, 1], 0]], "sent": []}
+
+
+def test_colours_of_other_channels_show_nothing(ends):
+    assert ends["previews"]["other channels"] == {"bar": [None], "sent": []}

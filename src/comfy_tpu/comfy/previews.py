@@ -37,6 +37,14 @@ def preview_frames(previewer: Any, latents: torch.Tensor) -> list[Any]:
         return [("JPEG", image, size) for image in previewer.render(latents)]
     if not isinstance(previewer, latent_preview.Latent2RGBPreviewer):
         return [previewer.decode_latent_to_preview_image("JPEG", latents)]
-    if len(previewer.latent_rgb_factors) != latents.shape[1]:  # a model whose VAE is not its family's own
+    if not _is_for_channels(previewer, latents.shape[1]):  # a model whose VAE is not its family's own
         return []
     return [previewer.decode_latent_to_preview_image("JPEG", latents[:, :, frame : frame + 1]) for frame in frames]
+
+
+def _is_for_channels(previewer: Any, channels: int) -> bool:
+    """Whether ComfyUI's colours are of so many channels; a previewer that reshapes latents first knows its own."""
+    if getattr(previewer, "latent_rgb_factors_reshape", None) is not None:
+        return True
+    _, own = previewer.latent_rgb_factors.shape  # colours by channels
+    return bool(own == channels)
