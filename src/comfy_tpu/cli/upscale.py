@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from comfy_tpu.cli import options
 from comfy_tpu.cli.hosts import add_hosts
@@ -42,10 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         latents, header = artifacts.load_latents(arguments.latents, pipeline)
         session.loras, session.images_fingerprint = header.loras, header.images_fingerprint
         session.attention_window, session.quantization = header.attention_window, header.quantization
-        start = second_pass.describe_start(latents, 0.0)
-        session.second_pass = json.dumps(
-            {"upscaled": arguments.upscale, "by": by, "from": json.loads(start)["latents"]}
-        )
+        session.second_pass = second_pass.describe_upscaling(latents, arguments.upscale, by)
         skipped = session.is_up_to_date(output, header.prompt, larger, there)
         if not skipped:
             made = second_pass.upscale_latents(pipeline, latents, first, larger, by)

@@ -146,8 +146,16 @@ def describe_second_pass(first: GenerationSettings, second: SecondPass) -> str:
 
 def describe_start(latents: torch.Tensor, strength: float) -> str:
     """The same of a denoising from latents of a file."""
-    digest = hashlib.sha256(latents.float().contiguous().numpy().tobytes()).hexdigest()[:16]
-    return json.dumps({"latents": digest, "strength": strength})
+    return json.dumps({"latents": _digest(latents), "strength": strength})
+
+
+def describe_upscaling(latents: torch.Tensor, scale: float, by: str) -> str:
+    """The same of latents that were made larger, and not denoised yet."""
+    return json.dumps({"upscaled": scale, "by": by, "from": _digest(latents)})
+
+
+def _digest(latents: torch.Tensor) -> str:
+    return hashlib.sha256(latents.float().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
 def read_second_pass(values: Mapping[str, Any]) -> SecondPass | None:
