@@ -20,7 +20,7 @@ from comfy_tpu.families.registry import model_cards
 from comfy_tpu.hub import inventory
 from comfy_tpu.hub.download import Transfer
 from comfy_tpu.hub.inventory import DEMO_DIRECTORY, list_models
-from tests.hub.fake_hub import FakeHub, serve
+from tests.hub.fake_hub import FakeHub, serve, sha256
 from tests.hub.test_download import MODEL, NEEDED, OTHERS, SHARDS
 from tests.waiting import wait_for
 
@@ -232,8 +232,9 @@ def test_an_interrupted_download_goes_on_in_the_next_process(home):
         first = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert hub.on_stall.wait(60)
         hub.stalls_after.clear()
-        partial = home / "own" / ".cache" / "comfy-tpu"
-        wait_for(lambda: any(path.stat().st_size >= 10_000 for path in partial.iterdir()), 60)
+        partials = (home / "own" / ".cache" / "comfy-tpu").glob
+        name = f"{sha256(NEEDED[SHARDS[0]])}*"  # the other shard comes at the same time
+        wait_for(lambda: any(path.stat().st_size >= 10_000 for path in partials(name)), 60)
         first.send_signal(signal.SIGINT)
         wait_for(stopping.exists, 60)  # or the rest could come before the signal is noticed
         hub.on_resume.set()
