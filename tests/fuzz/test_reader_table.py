@@ -37,7 +37,6 @@ ELSEWHERE: dict[str, str] = {
     "bench.page_texts": OWN,
     "bench.reported": OWN,
     "cli.session": "JSON that artifacts.py has checked",
-    "cli.upscale": "JSON that this process made",
     "compiler.stored.identity": "installed packages and their sources, which this process runs",
     "diagnosis.comfyui": "ComfyUI's requirements.txt: ComfyUI is code that the user runs",
     "diagnosis.facts": "what a process of ours wrote, the kernel, and installed packages",
