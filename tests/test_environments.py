@@ -108,7 +108,9 @@ def as_nobody() -> Sequence[str]:
     except FileNotFoundError:
         can = False
     if not can:
-        pytest.skip("setpriv cannot make a user without rights here")
+        pytest.skip(
+            "root runs the tests, and there is no setpriv that drops its rights: install util-linux, or run as a user"
+        )
     return _NOBODY
 
 

@@ -401,14 +401,14 @@ class VideoPipeline:
         (`embeddings.merge_embeddings`). `checkpoint`: where the steps are saved, and go on from; the caller removes it.
         """
         card, method = self.family.card, self._context_method(settings, embeddings.shared)
-        if checkpoint is not None:
+        if checkpoint is not None or method == "continue":
             plan = self._check_steps(embeddings, settings)
+        if checkpoint is not None:
             described = self._describe_steps(embeddings, settings, seeds)
             segments = card.segment_count(settings) if method == "continue" else 1
             checkpoint.begin(described, steps=len(plan), segments=segments)
         if method == "continue":
             denoise = denoise_media_segments if card.makes_segments else denoise_continued
-            self._check_steps(embeddings, settings)
             return denoise(self, card, embeddings, settings, seeds, checkpoint)
         return self.denoise_segment(embeddings, settings, seeds, checkpoint)
 
