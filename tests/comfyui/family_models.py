@@ -40,6 +40,7 @@ RUNS = (
     ("ltxv_tpu_basic.json", "small/ltx"),
     ("ltxv_tpu_image_to_video.json", "small/ltx"),
     ("ltx2_tpu_basic.json", "small/ltx2"),
+    ("ltx2_tpu_basic.json", "small/ltx23"),
     ("qwen_image_tpu_basic.json", "small/qwen-image"),
     ("qwen_image_tpu_edit.json", "small/qwen-image-edit"),
     ("z_image_tpu_basic.json", "small/z-image"),
@@ -58,12 +59,14 @@ DIRECTORIES: dict[str, Callable[[], Path]] = {
     "small/hunyuan-from-images": small_hunyuan_image.directory,
     "small/ltx": small_ltx.directory,
     "small/ltx2": small_ltx2.directory,
+    "small/ltx23": lambda: small_ltx2.directory(later=True),
     "small/qwen-image": lambda: small_qwen_image.directory("image"),
     "small/qwen-image-edit": lambda: small_qwen_image.directory("2511"),
     "small/z-image": lambda: small_z_image.directory("turbo"),
 }
 SIZE = {"height": 64, "width": 96}
-OWN_SETTINGS = {"small/ltx2": {"max_sequence_length": 256}}  # the sliding window of its small text encoder
+OWN_SETTINGS = {name: {"max_sequence_length": 256} for name in ("small/ltx2", "small/ltx23")}
+"""The sliding window of their small text encoder."""
 VIDEOS = ("clip.mp4", "depth.mp4", "pose.mp4", "face.mp4")
 """The names in the example workflows, as example.png is."""
 

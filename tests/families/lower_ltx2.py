@@ -1,11 +1,10 @@
-"""Lowers every program of LTX-2 for eight chips, without weights, memory or a TPU; returns their facts."""
+"""Lowers every program of LTX-2 or LTX-2.3 for eight chips, without weights, memory or a TPU; returns their facts."""
 
 import dataclasses
 from typing import Any
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
 from comfy_tpu.families.ltx2 import model as ltx2_model
-from comfy_tpu.families.ltx2 import sound as ltx2_sound
 from comfy_tpu.families.ltx2 import text as ltx2_text
 from comfy_tpu.families.ltx2 import vae as ltx2_vae
 from comfy_tpu.families.ltx2.reference import REFERENCES
@@ -15,11 +14,12 @@ from tests.lowering import INT32, array, component, facts, lower_step
 
 PLACEMENT = abstract_placement(MeshSizes(sp=4, tp=2), platform="tpu", chip="v6e")
 COLUMNS = (None, None, None, None, MESH_AXES)
-HUB_ID = "Lightricks/LTX-2"
 
 
-def lower_programs(width: int, height: int, frames: int) -> dict[str, Any]:
-    family, configs = ltx2_model.LTX2, REFERENCES[HUB_ID].configs
+def lower_programs(name: str, width: int, height: int, frames: int) -> dict[str, Any]:
+    family = ltx2_model.MODELS[name]
+    hub_id, config = next(iter(family.card.published.items()))
+    configs = REFERENCES[hub_id].configs
     settings = dataclasses.replace(family.card.defaults, height=height, width=width, num_frames=frames)
     settings = dataclasses.replace(settings, stg_scale=1.0)
     latent = (1, 128, family.card.latent_frames(settings), height // 32, width // 32)
@@ -38,7 +38,7 @@ def lower_programs(width: int, height: int, frames: int) -> dict[str, Any]:
     )
     image = {"condition": array(4, 128, 1, *latent[3:])}
     for name, given in (("", None), (" from an image", image)):
-        made = lower_step(family, family.card.published[HUB_ID], settings, PLACEMENT, latent[1], given)
+        made = lower_step(family, config, settings, PLACEMENT, latent[1], given)
         programs |= {f"{program}{name}": exported for program, exported in made.items()}
 
     vae = component(ltx2_vae.VAE, configs["vae"], PLACEMENT)
@@ -48,7 +48,8 @@ def lower_programs(width: int, height: int, frames: int) -> dict[str, Any]:
     programs["encode_frames"] = vae.program(all_frames_vae.encode_frames, input_axes={"pixels": COLUMNS}).export(
         "tpu", vae.abstract_weights(), pixels=array(1, 3, 1, height, width), cache=None
     )
-    sound = ltx2_sound.SOUND
+    sound = family.sound
+    assert sound is not None
     audio_vae, vocoder = component(sound.vae, {}, PLACEMENT), component(sound.vocoder, {}, PLACEMENT)
     count = family.card.sound_tokens(settings)
     programs["decode sound"] = audio_vae.program(sound.decode).export(

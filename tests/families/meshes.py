@@ -16,11 +16,12 @@ AUTO: dict[str, tuple[str, ...]] = {
     "HunyuanVideo-1.5": (),
     "LTX-Video": ("dp=2,sp=2,tp=2",),
     "LTX-2": ("sp=4,tp=2",),
+    "LTX-2.3": ("dp=2,sp=2,tp=2", "dp=4,tp=2"),
     "Z-Image": ("sp=4,tp=2", "dp=2,sp=2,tp=2"),
     "Qwen-Image": (),
 }
 """What `auto` takes on eight TPUs for published models at their defaults where it is none of MESHES, by the first words
-of a family's name. README.md names them; test_auto_meshes.py holds the list to the ranking."""
+of a family's name, the longest that fit. README.md names them; test_auto_meshes.py holds the list to the ranking."""
 
 
 def on_every_mesh(names: str, cases: Iterable[Any]) -> pytest.MarkDecorator:

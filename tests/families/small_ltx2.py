@@ -1,4 +1,4 @@
-"""A small random LTX-2 on disk, with every piece that the real model directory has."""
+"""A small random LTX-2 and LTX-2.3 on disk, with every piece that the real model directory has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diffusers import (
     LTX2Pipeline,
     LTX2VideoTransformer3DModel,
 )
-from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedTokenizerFast
 
@@ -122,6 +122,50 @@ CONNECTORS: dict[str, Any] = {
 }
 
 
+LATER_VAE: dict[str, Any] = {
+    **VAE,
+    "decoder_block_out_channels": (8, 16, 16, 32),
+    "decoder_layers_per_block": (1, 1, 1, 1, 1),
+    "decoder_spatio_temporal_scaling": (True, True, True, True),
+    "decoder_inject_noise": (False, False, False, False, False),
+    "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
+    "upsample_residual": (False, False, False, False),
+    "upsample_factor": (2, 2, 1, 2),
+    "decoder_spatial_padding_mode": "zeros",
+}
+LATER_CONNECTORS: dict[str, Any] = {
+    **CONNECTORS,
+    "video_connector_num_attention_heads": HEADS,
+    "video_connector_attention_head_dim": HEAD_DIM,
+    "video_connector_num_layers": 3,
+    "video_gated_attn": True,
+    "audio_connector_num_attention_heads": HEADS,
+    "audio_connector_attention_head_dim": AUDIO_HEAD_DIM,
+    "audio_connector_num_layers": 3,
+    "audio_gated_attn": True,
+    "per_modality_projections": True,
+    "video_hidden_dim": HIDDEN,
+    "audio_hidden_dim": AUDIO_HIDDEN,
+    "proj_bias": True,
+}
+LATER_VOCODER: dict[str, Any] = {
+    **{name: value for name, value in VOCODER.items() if name != "output_sampling_rate"},
+    "bwe_in_channels": 16,
+    "bwe_hidden_channels": 16,
+    "bwe_upsample_kernel_sizes": [16, 8],
+    "bwe_upsample_factors": [10, 4],
+    "bwe_resnet_kernel_sizes": [3, 5],
+    "bwe_resnet_dilations": [[1, 3], [1, 3]],
+    "filter_length": 32,
+    "hop_length": 20,
+    "window_length": 32,
+    "num_mel_channels": 8,
+    "input_sampling_rate": 8000,
+    "output_sampling_rate": 16000,
+}
+"""Forty samples of a column of the second spectrogram, whose columns are twenty samples of the first waveform."""
+
+
 def _with_statistics(model: Any) -> Any:
     count = len(model.latents_mean)
     model.latents_mean.copy_(torch.linspace(-0.5, 0.5, count).bfloat16())
@@ -147,34 +191,52 @@ def _loud_vocoder() -> Any:
     return model
 
 
+def _loud_wideband_vocoder() -> Any:
+    """With the windowed Fourier basis and the bands that a published one has as weights."""
+    model: Any = random_weights(LTX2VocoderWithBWE(**LATER_VOCODER))
+    for part in (model.vocoder, model.bwe_generator):
+        part.conv_out.weight.mul_(16)
+    length, bands = LATER_VOCODER["filter_length"], LATER_VOCODER["num_mel_channels"]
+    places = torch.arange(length // 2 + 1)
+    angles = 2 * torch.pi * places.unsqueeze(1) * torch.arange(length) / length
+    basis = torch.cat((angles.cos(), -angles.sin())) * torch.hann_window(length)
+    model.mel_stft.stft_fn.forward_basis.copy_(basis.unsqueeze(1).bfloat16())
+    middles = torch.linspace(1, length // 2 - 1, bands)
+    model.mel_stft.mel_basis.copy_((1 - (places - middles.unsqueeze(1)).abs() / 3).clamp(min=0).bfloat16())
+    return model
+
+
+def reference(*, later: bool = False) -> LTX2Pipeline:
+    return _reference(later)  # one cache entry, whether `later` is named or not
+
+
 @functools.cache
-def reference() -> LTX2Pipeline:
+def _reference(later: bool) -> LTX2Pipeline:
     torch.manual_seed(0)
+    gemma = Gemma3Config(text_config=GEMMA, vision_config=VISION, mm_tokens_per_image=4)
     pipeline = LTX2Pipeline(
         scheduler=small_ltx.scheduler(),
-        vae=_with_statistics(random_weights(AutoencoderKLLTX2Video(**VAE))),
+        vae=_with_statistics(random_weights(AutoencoderKLLTX2Video(**(LATER_VAE if later else VAE)))),
         audio_vae=_with_statistics(random_weights(AutoencoderKLLTX2Audio(**AUDIO_VAE))),
-        text_encoder=random_weights(
-            Gemma3ForConditionalGeneration(Gemma3Config(text_config=GEMMA, vision_config=VISION, mm_tokens_per_image=4))
-        ),
+        text_encoder=random_weights(Gemma3ForConditionalGeneration(gemma)),
         tokenizer=tokenizer(),
-        connectors=random_weights(LTX2TextConnectors(**CONNECTORS)),
-        transformer=transformer().reference,
-        vocoder=_loud_vocoder(),
+        connectors=random_weights(LTX2TextConnectors(**(LATER_CONNECTORS if later else CONNECTORS))),
+        transformer=transformer(later=later).reference,
+        vocoder=_loud_wideband_vocoder() if later else _loud_vocoder(),
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 @functools.cache
-def image_reference() -> LTX2ImageToVideoPipeline:
-    pipeline = LTX2ImageToVideoPipeline(**reference().components)
+def image_reference(*, later: bool = False) -> LTX2ImageToVideoPipeline:
+    pipeline = LTX2ImageToVideoPipeline(**reference(later=later).components)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 @functools.cache
-def directory() -> Path:
+def directory(*, later: bool = False) -> Path:
     path = temporary_directory()
-    reference().save_pretrained(path)
+    reference(later=later).save_pretrained(path)
     return path

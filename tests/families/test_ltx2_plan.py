@@ -36,11 +36,21 @@ def test_the_workload_counts_the_weights_of_the_published_model(sizes: MeshSizes
     assert counted == pytest.approx(sum(slot.bytes_per_device for slot in component.slots), rel=3e-3)
 
 
-@pytest.mark.slow
-def test_full_size_lowers_for_eight_chips() -> None:
-    seen = measure_lowering(lower_ltx2.lower_programs, 768, 512, 121)
+LOWERED = {
     # A block of two streams has six attentions and two feed-forwards: 12,500 operations.
-    assert_bounded_work(seen, operators=8_200, operations=15_000)
+    "LTX-2": (8_200, 15_000, [3840, 3840], 120240),
+    # The vocoder has two generators, whose activations are resampled up and down: 21,100 operations.
+    "LTX-2.3": (17_700, 26_500, [2048, 4096], 240480),
+}
+"""Operators and operations; features of both texts; samples of a waveform."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOWERED)
+def test_full_size_lowers_for_eight_chips(name: str) -> None:
+    operators, operations, features, samples = LOWERED[name]
+    seen = measure_lowering(lower_ltx2.lower_programs, name, 768, 512, 121)
+    assert_bounded_work(seen, operators=operators, operations=operations)
     programs = seen["programs"]
     for program in programs.values():
         assert program["platforms"] == ["tpu"]
@@ -50,17 +60,18 @@ def test_full_size_lowers_for_eight_chips() -> None:
         assert programs[name]["loops"] == 1, "48 blocks are one scanned block"
         assert programs[name]["outputs"] == [[1, 128, 17, 16, 24]] * 6, "the last frame holds the sound"
     assert programs["encode_text"]["outputs"] == [[49, 2, 1024, 3840]]
-    assert programs["connect"]["outputs"] == [[2, 1024, 3840]] * 2
+    assert programs["connect"]["outputs"] == [[2, 1024, width] for width in features]
     assert programs["decode_frame"]["outputs"] == [[1, 121, 512, 768, 3]]
     assert programs["encode_frames"]["outputs"] == [[1, 128, 1, 16, 24]]
     assert programs["decode sound"]["outputs"] == [[1, 2, 501, 64]]
-    assert programs["synthesize"]["outputs"] == [[1, 2, 120240]]
+    assert programs["synthesize"]["outputs"] == [[1, 2, samples]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tpu", ["v6e-8", "v5p-8"])
-def test_a_step_lowers_for_tpu(tpu: str) -> None:
-    model, slice_ = find_model("LTX-2"), parse_slice(tpu)
+@pytest.mark.parametrize("name", ["LTX-2", "LTX-2.3-Diffusers"])
+def test_a_step_lowers_for_tpu(name: str, tpu: str) -> None:
+    model, slice_ = find_model(name), parse_slice(tpu)
     settings = parse_size("704P", model)
     sizes = MeshSizes(sp=4, tp=2) if tpu == "v6e-8" else MeshSizes(sp=2, tp=2)
     facts = lower_step(model, settings, model.workload(settings), slice_, sizes).facts

@@ -32,10 +32,16 @@ SOUND = {
     *("audio_ff.net.0.proj", "audio_ff.net.2"),
 }
 """LTX-2 has 126 tokens of sound beside 6,144 of a video, and half as many features in what joins the two."""
+GATES = {
+    f"{name}.to_gate_logits"
+    for name in ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+}
+"""One number for each head. Keys and values of LTX-2.3's prompts are computed in each step, of 1,024 tokens."""
 LEFT_IN_FULL = {
     "HunyuanVideo-1.5": ONE_ROW | TEXT_TOKENS,
     "HunyuanVideo-1.5 image-to-video": ONE_ROW | TEXT_TOKENS,
     "LTX-2": ONCE | SOUND,
+    "LTX-2.3": ONCE | SOUND | GATES,
 }
 
 

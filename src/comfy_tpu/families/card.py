@@ -130,6 +130,10 @@ class Preset:
     """Whether the model itself is made for these settings, so that no other file is needed."""
 
 
+NOT_STATED = "not stated"
+"""The licence of weights whose page on the hub names none."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelCard:
     """One kind of model of a family: models that one set of functions runs."""
@@ -149,6 +153,8 @@ class ModelCard:
     """Transformer configurations by hub id: full-size models are planned without a download."""
     matches: Callable[[Config, Config], bool] = lambda index, config: True
     """(model_index.json, the transformer's config.json) -> whether a model of `pipeline_classes` is of this kind."""
+    refuses: Callable[[Config], str] = lambda config: ""
+    """(the transformer's config.json) -> why a model that matches cannot be run all the same; "" where it can."""
     matches_scheduler: Callable[[Config], bool] = lambda scheduler: True
     """(scheduler_config.json) -> the same, for kinds whose other configurations are equal."""
     guidance: Guidance = "classifier_free"
@@ -176,7 +182,7 @@ class ModelCard:
     """Published reuse curves: a file in assets/reuse -> the values of the transformer's configuration it was measured
     with. A model directory's own reuse.json takes precedence."""
     licences: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Names of the licences of the published weights, by hub id."""
+    """Names of the licences of the published weights, by hub id, or NOT_STATED."""
     presets: Mapping[str, Preset] = dataclasses.field(default_factory=dict)
     """Settings for few steps, by name: "4step". A model directory's own presets.json replaces them."""
     reads_single_files: bool = False

@@ -22,7 +22,7 @@ from comfy_tpu.compiler.stored import ProgramStore
 from comfy_tpu.compiler.weights import WeightSource
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, GenerationSettings
 from comfy_tpu.distribution import restore_command
-from comfy_tpu.errors import CheckpointError, InvalidValueError, config_errors
+from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, config_errors
 from comfy_tpu.families.card import SCHEDULER_FILE, Preset
 from comfy_tpu.families.context import window_counts
 from comfy_tpu.families.model_family import ModelFamily, SchedulerFactory
@@ -94,7 +94,10 @@ class ModelFiles:
         scheduled = _part_path(directory, shared, SCHEDULER_FILE)
         scheduler = _read_json(scheduled) if scheduled.is_file() else {}
         with config_errors(str(described)):
-            family = load_family(find_model_card(index, transformer, scheduler).name)
+            card = find_model_card(index, transformer, scheduler)
+            if reason := card.refuses(transformer):
+                raise UnsupportedError(f"model={name or model}: {reason}", field="model")
+            family = load_family(card.name)
         files = cls(name or str(model), directory, family, index, shared_parts=shared)
         missing = [spec.name for spec in family.components if not files._config_path(spec).is_file()]
         folders = [folder for encoder in family.text.encoders for folder in encoder.folders if to_run]

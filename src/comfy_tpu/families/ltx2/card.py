@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, SoundFacts, Words
 
@@ -30,6 +32,34 @@ TRANSFORMER: Config = {
     "rope_type": "split",
 }
 """The configuration, with diffusers' defaults for values that config.json leaves out."""
+MODULATED_TRANSFORMER: Config = {
+    **TRANSFORMER,
+    "gated_attn": True,
+    "cross_attn_mod": True,
+    "audio_gated_attn": True,
+    "audio_cross_attn_mod": True,
+    "use_prompt_embeddings": False,
+    "perturbed_attn": True,
+}
+"""That of LTX-2.3: heads have gates, and the timestep modulates the prompt."""
+
+_NEWER = {
+    "ff_bias": True,
+    "audio_ff_bias": True,
+    "use_prompt_adaln_single": True,
+    "use_keyframes_abs_pos_embedding": False,
+}
+"""What LTX-2.5 changed; the values up to LTX-2.3."""
+
+
+def refuse_newer(config: Config) -> str:
+    if {name: config.get(name, value) for name, value in _NEWER.items()} == _NEWER:
+        return ""
+    return (
+        f"the transformer is that of LTX-2.5 ({', '.join(_NEWER)}), which is not supported; use LTX-2.3 "
+        "(diffusers/LTX-2.3-Diffusers) or LTX-2 (Lightricks/LTX-2)"
+    )
+
 
 LTX2 = ModelCard(
     name="LTX-2",
@@ -70,9 +100,19 @@ LTX2 = ModelCard(
     published={"Lightricks/LTX-2": TRANSFORMER},
     licences={"Lightricks/LTX-2": "LTX-2 Community License"},
     matches=lambda index, config: not config.get("cross_attn_mod"),
+    refuses=refuse_newer,
     image=ImageInput("first_frame"),
     reads_fps=True,
     sound=SoundFacts(latents_per_second=25.0),
+)
+LTX23 = dataclasses.replace(
+    LTX2,
+    name="LTX-2.3",
+    # What diffusers recommends: all four branches of guidance.
+    defaults=dataclasses.replace(LTX2.defaults, stg_scale=1.0),
+    published={"diffusers/LTX-2.3-Diffusers": MODULATED_TRANSFORMER},
+    licences={"diffusers/LTX-2.3-Diffusers": "LTX-2 Community License"},
+    matches=lambda index, config: bool(config.get("cross_attn_mod")),
 )
 
 CARD = FamilyCard(
@@ -83,7 +123,7 @@ CARD = FamilyCard(
             key="LTX2",
             name="LTX-2",
             category="TPU/LTX-2",
-            models=(LTX2,),
+            models=(LTX2, LTX23),
             latent_format="LTXV",
             conditioning_keys={"audio_text": "tpu_audio_text"},
             pads_text=False,  # learned registers stand behind a prompt

@@ -10,6 +10,7 @@ from comfy_tpu.families.shared.lora_names import ALL, rename_module
 _ORIGINAL_NAMES = (
     (r"^(audio_)?proj_in$", r"\1patchify_proj"),
     (r"^(audio_)?time_embed\.", r"\1adaln_single."),
+    (r"^(audio_)?prompt_adaln\.", r"\1prompt_adaln_single."),
     (r"^av_cross_attn_video_scale_shift\.", "av_ca_video_scale_shift_adaln_single."),
     (r"^av_cross_attn_audio_scale_shift\.", "av_ca_audio_scale_shift_adaln_single."),
     (r"^av_cross_attn_video_a2v_gate\.", "av_ca_a2v_gate_adaln_single."),

@@ -1,11 +1,13 @@
-"""The model of LTX-2: a video and its sound, from a prompt, or from a first frame."""
+"""The models of LTX-2: a video and its sound, from a prompt, or from a first frame."""
 
 from __future__ import annotations
+
+import dataclasses
 
 from comfy_tpu.families.ltx2 import card, guidance, text, transformer, vae
 from comfy_tpu.families.ltx2.image import fit_frame
 from comfy_tpu.families.ltx2.lora import lora_names
-from comfy_tpu.families.ltx2.sound import SOUND
+from comfy_tpu.families.ltx2.sound import SOUND, WIDEBAND_SOUND
 from comfy_tpu.families.media import first_frame_clips
 from comfy_tpu.families.model_family import Denoiser, MediaEncoding, ModelFamily, Scheduling, TextEncoding
 from comfy_tpu.families.shared import all_frames_vae, first_frame
@@ -37,4 +39,11 @@ LTX2 = ModelFamily(
     sound=SOUND,
 )
 
-MODELS = {LTX2.name: LTX2}
+LTX23 = dataclasses.replace(
+    LTX2,
+    card=card.LTX23,
+    denoiser=dataclasses.replace(LTX2.denoiser, transformers=(transformer.MODULATED_TRANSFORMER,)),
+    sound=WIDEBAND_SOUND,
+)
+
+MODELS = {model.name: model for model in (LTX2, LTX23)}

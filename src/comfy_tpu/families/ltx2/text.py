@@ -137,7 +137,9 @@ CONNECTORS = ComponentSpec(
     name="connectors",
     classes=("LTX2TextConnectors",),
     build=_build_connectors,
-    # 2.9 GB, half of which are one matrix. Gathered where they are used: two layers each, of 1,024 tokens.
+    # 2.9 GB, half of which are one matrix; 6.3 GB in LTX-2.3. Gathered where they are used: two or eight layers a
+    # stream, of 1,024 tokens.
+    stacks=tuple(LayerStack(f"{stream}_connector.transformer_blocks") for stream in ("video", "audio")),
     rules=(gather("*.weight"), replicate("*.bias"), replicate("*.learnable_registers")),
     shard_attention=False,
 )
@@ -154,7 +156,11 @@ def connect(
 
 def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, tuple[int, ...]]:
     length, features = settings.max_sequence_length, config.get("caption_channels", 3840)
-    return {"text": (length, features), "audio_text": (length, features)}
+    if config.get("use_prompt_embeddings", True):
+        return {"text": (length, features), "audio_text": (length, features)}
+    # The connectors have projected the prompt to the widths of both streams.
+    widths = (config.get("cross_attention_dim", 4096), config.get("audio_cross_attention_dim", 2048))
+    return {"text": (length, widths[0]), "audio_text": (length, widths[1])}
 
 
 ENCODERS = (

@@ -19,6 +19,7 @@ from comfy_tpu.bridge import constrain, rotate_pairs, video_attention
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.errors import UnsupportedError
+from comfy_tpu.families.ltx2.card import refuse_newer
 from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.first_frame import expand_to_tokens, replace_first_frame
 from comfy_tpu.families.shared.packed_sound import join_sound, split_sound
@@ -149,11 +150,8 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
                 f"the transformer has {name}={config[name]}, and every LTX-2 that was published {value}; use one of "
                 "those"
             )
-    if not config.get("use_prompt_adaln_single", True) or config.get("use_keyframes_abs_pos_embedding"):
-        raise UnsupportedError(
-            "the transformer is that of LTX-2.5 (use_prompt_adaln_single, use_keyframes_abs_pos_embedding), which is "
-            "not supported; use LTX-2 (Lightricks/LTX-2)"
-        )
+    if reason := refuse_newer(config):
+        raise UnsupportedError(reason)
 
 
 _RULES = (

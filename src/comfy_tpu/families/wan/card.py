@@ -6,6 +6,7 @@ import dataclasses
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import (
+    NOT_STATED,
     Config,
     FamilyCard,
     ImageInput,
@@ -253,7 +254,8 @@ WAN22_VACE = dataclasses.replace(
     defaults=WAN22.defaults,
     sizes=WAN22.sizes,
     published={"linoyts/Wan2.2-VACE-Fun-14B-diffusers": {**TRANSFORMER_14B, **_VACE}},
-    licences={"linoyts/Wan2.2-VACE-Fun-14B-diffusers": _APACHE},
+    # A conversion of alibaba-pai/Wan2.2-VACE-Fun-A14B. Its page names no licence; another conversion says Apache 2.0.
+    licences={"linoyts/Wan2.2-VACE-Fun-14B-diffusers": NOT_STATED},
 )
 
 WAN_ANIMATE = dataclasses.replace(
