@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from comfy_tpu.cli import download as download_command
 from comfy_tpu.cli import main as cli
+from comfy_tpu.families.card import NOT_STATED
 from comfy_tpu.families.registry import model_cards
 from comfy_tpu.hub import inventory
 from comfy_tpu.hub.download import Transfer
@@ -71,6 +72,14 @@ def test_every_published_model_is_listed_with_its_facts(home, capsys):
     assert wan["presets"]["4step"]["num_inference_steps"] == 4
     assert found["Wan-AI/Wan2.2-TI2V-5B-Diffusers"]["tasks"] == ["text-to-video", "image-to-video"]
     assert all(model["licence"] and model["download_bytes"] is not None for model in found.values())
+    silent = {name for name, model in found.items() if model["licence"] == NOT_STATED}
+    assert silent == {"linoyts/Wan2.2-VACE-Fun-14B-diffusers"}, "whose card.py says why"
+    for name in ("Wan-AI/Wan2.1-VACE-1.3B-diffusers", "Wan-AI/Wan2.2-Animate-14B-Diffusers"):
+        assert found[name]["licence"] == "Apache 2.0"
+    assert {model["images"] for name, model in found.items() if "VACE" in name or "Animate" in name} == {
+        "first and last frame, both optional",
+        "one reference",
+    }
     assert found["demo"]["local"]["is_complete"]
     assert found["demo"]["presets"]["4step"]["flow_shift"] == 3.0
     assert found["demo-image"]["presets"] == {}

@@ -209,9 +209,11 @@ def _images(image: ImageInput | None) -> str:
     if image.role == "initial":
         return "to start from"
     if image.role == "reference":
-        return f"up to {image.max_images} references"
+        return "one reference" if image.max_images == 1 else f"up to {image.max_images} references"
     last = {"no": "", "optional": ", last optional", "required": " and last frame"}[image.last_image]
     first = "first" if image.last_image == "required" else "first frame"
+    if image.last_image == "optional" and not image.required:
+        return "first and last frame, both optional"
     return f"{first}{last}" if image.required else f"{first}{last}, optional"
 
 
