@@ -202,6 +202,47 @@ def test_stages_hand_all_segments_on(tmp_path: Path) -> None:
             ["--image", "person.png", "--pose-video", "clip.mp4", "--face-video", "clip.mp4", "--num-frames", "30"],
             "--pose-video has 9 frames at 25 a second, and num_frames=30 are to be made; ask for 9 or fewer",
         ),
+        (
+            ["--image", "person.png", "--pose-video", "person.png", "--face-video", "clip.mp4"],
+            "--pose-video has 1 frame at 25 a second, and num_frames=77 are to be made; ask for 1",
+        ),
+        (
+            ["--image", "person.png", "--pose-video", "oblique.mp4", "--face-video", "clip.mp4"],
+            "--pose-video oblique.mp4 is turned by its metadata, and not by a multiple of 90 degrees; convert it",
+        ),
+        (
+            ["--image", "person.png", "--pose-video", "turned.mp4", "--face-video", "uneven.mp4"],
+            "--face-video has 18 frames and pose_video 9; give videos of the same length",
+        ),
+        (
+            ["--image", "person.png", "--pose-video", "clip.mp4", "--face-video", "song.mp4"],
+            "--face-video song.mp4 holds sound only; give a file with moving pictures",
+        ),
+        (
+            ["--image", "person.png", *("--pose-video", "clip.mp4") * 2, "--face-video", "clip.mp4"],
+            "--pose-video is given 2 times; give one",
+        ),
+        (
+            [
+                *("--image", "person.png", "--pose-video", "clip.mp4", "--face-video", "clip.mp4"),
+                *("--background-video", "short.mp4", "--mask", "short.mp4"),
+            ],
+            "--background-video has 4 frames and pose_video 9; give videos of the same length",
+        ),
+        (
+            [
+                *("--image", "person.png", "--pose-video", "clip.mp4", "--face-video", "clip.mp4"),
+                *("--background-video", "clip.mp4", "--mask", "turned.mp4"),
+            ],
+            "--mask is 48×64 and background_video 64×48; give a mask of the same size",
+        ),
+        (
+            [
+                *("--image", "person.png", "--pose-video", "clip.mp4", "--face-video", "clip.mp4"),
+                *("--background-video", "clip.mp4", "--mask", "empty.mkv"),
+            ],
+            "--mask empty.mkv has no frames; give another video",
+        ),
         (["--context", "static"], "--context static is windows, and this model makes a video segment by segment"),
         (["--context", "none"], "--context none makes a video at once, and this model makes it segment by segment"),
         (["--context-overlap", "2"], "--context-overlap 2 is no number of frames that two segments of this model"),

@@ -232,6 +232,18 @@ def test_previews_show_the_video_without_its_references() -> None:
         (["--video", "empty.mkv"], "--video empty.mkv has no frames; give another video"),
         (["--video", "wide.txt"], "--video wide.txt cannot be read as a video"),
         (["--mask", "x", "--video", "clip.mp4"], "--mask has 3 frames and video 9"),
+        (["--mask", "one.mp4", "--video", "clip.mp4"], "--mask has 1 frame and video 9; give as many, or one picture"),
+        (["--mask", "uneven.mp4", "--video", "clip.mp4"], "--mask has 18 frames and video 9; give as many"),
+        (["--mask", "turned.mp4", "--video", "clip.mp4"], "--mask is 48×64 and video 64×48; give a mask of the same"),
+        (["--mask", "clip.mp4", "--video", "turned.mp4"], "--mask is 64×48 and video 48×64; give a mask of the same"),
+        (["--mask", "song.mp4", "--video", "clip.mp4"], "--mask song.mp4 holds sound only; give a file with moving"),
+        (["--mask", "empty.mkv", "--video", "clip.mp4"], "--mask empty.mkv has no frames; give another video"),
+        (["--mask", "clip.mp4", "--mask", "clip.mp4", "--video", "clip.mp4"], "--mask is given 2 times; give one"),
+        (["--video", "oblique.mp4"], "--video oblique.mp4 is turned by its metadata, and not by a multiple of 90"),
+        (["--video", "mixed"], "--video mixed holds frame_008.png of 96×32 beside images of 64×48; give images of one"),
+        (["--num-frames", "8", "--video", "clip.mp4"], "--num-frames 8 is not 4n+1; use 5 or 9"),
+        (["--reference", "gone.png"], "--reference gone.png is not a file; give an image such as first.png"),
+        (["--reference", "mixed"], "--reference mixed is not a file; give an image such as first.png"),
     ],
 )
 def test_what_is_refused_before_a_weight_is_loaded(
@@ -240,6 +252,7 @@ def test_what_is_refused_before_a_weight_is_loaded(
     monkeypatch.chdir(tmp_path)
     write_odd_videos(tmp_path)
     write_images(tmp_path / "x", 3)
+    picture(8, (96, 32)).save(write_images(tmp_path / "mixed", 8) / "frame_008.png")
     picture(3, (96, 32)).save(tmp_path / "wide.png")
     (tmp_path / "wide.txt").write_text("no video")
     model = str(small_vace.directory())

@@ -91,8 +91,13 @@ def _write_matrix(path: Path, matrix: tuple[int, int, int, int]) -> None:
 
 
 def write_odd_videos(directory: Path) -> None:
-    """A clip of nine frames, one of four, a file with sound only, and one whose video has no frames."""
+    """A clip of nine frames, one of four, one picture, a file with sound only, and one whose video has no frames; nine
+    frames that their metadata turn by 90 and by 45 degrees; and seven pictures of 18 frames' time."""
     write_video(directory / "clip.mp4", range(0, 360, 40))
     write_video(directory / "short.mp4", range(0, 160, 40))
     write_video(directory / "song.mp4", [], sound=True)
     write_video(directory / "empty.mkv", [], sound=True, empty_track=True)
+    write_video(directory / "one.mp4", [0])
+    write_video(directory / "turned.mp4", range(0, 360, 40), matrix=(0, 1, -1, 0))
+    write_video(directory / "oblique.mp4", range(0, 360, 40), matrix=(1, 1, -1, 1))
+    write_video(directory / "uneven.mp4", [0, 10, 20, 200, 210, 220, 700])

@@ -93,7 +93,7 @@ def _check_length(
         partner = videos[each.needs[0]] if each.needs else first
         if not given.is_picture and given.frames != partner.frames:
             raise InvalidValueError(
-                f"{each.name} has {given.frames} frames and {each.needs[0] if each.needs else 'the video'} "
+                f"{each.name} has {_frames(given)} and {each.needs[0] if each.needs else 'the video'} "
                 f"{partner.frames}; give as many, or one picture for all frames",
                 field=each.name,
             )
@@ -101,15 +101,19 @@ def _check_length(
     if given is not first and given.frames != first.frames:
         name = next(name for name, video in videos.items() if video is first)
         raise InvalidValueError(
-            f"{each.name} has {given.frames} frames and {name} {first.frames}; give videos of the same length",
+            f"{each.name} has {_frames(given)} and {name} {first.frames}; give videos of the same length",
             field=each.name,
         )
     if given.frames < settings.num_frames and not each.may_be_shorter:
         raise InvalidValueError(
-            f"{each.name} has {given.frames} frames at {settings.fps} a second, and num_frames={settings.num_frames} "
+            f"{each.name} has {_frames(given)} at {settings.fps} a second, and num_frames={settings.num_frames} "
             f"are to be made; ask for {given.frames} or fewer, or give a longer video",
             field=each.name,
         )
+
+
+def _frames(given: GivenVideo) -> str:
+    return f"{given.frames} frame{'s' * (given.frames != 1)}"
 
 
 def _check_shape(each: VideoInput, videos: Mapping[str, GivenVideo]) -> None:
