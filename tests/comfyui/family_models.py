@@ -78,6 +78,11 @@ def write_models(base: Path) -> None:
         shutil.copytree(made(), directory)
         # Below the widgets' smallest: such a model is drawn at its own size.
         (directory / "generation.json").write_text(json.dumps({**SIZE, **OWN_SETTINGS.get(name, {})}))
+    write_inputs(base)
+
+
+def write_inputs(base: Path) -> None:
+    """The images and videos that the examples load."""
     (base / "input").mkdir(parents=True, exist_ok=True)
     picture(0).save(base / "input" / "example.png")
     for number, name in enumerate(VIDEOS):

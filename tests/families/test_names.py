@@ -35,7 +35,8 @@ def names(card):
     """What nobody writes without meaning the family."""
     found = {card.title, card.name}
     for nodes in card.node_sets:
-        found |= {nodes.key, nodes.name, *nodes.hub_models, *(hub_id.split("/")[0] for hub_id in nodes.hub_models)}
+        owners = {hub_id.split("/")[0] for hub_id in nodes.hub_models} - {"diffusers"}  # the library's own conversions
+        found |= {nodes.key, nodes.name, *nodes.hub_models, *owners}
     for model in card.models:
         found |= {model.name, *model.pipeline_classes}
     return found if brand(card) else found - {card.title.partition("-")[0]}
