@@ -69,13 +69,27 @@ HOPPER = {
     "scores that need a maximum": Case(head_dim=128, value_dim=128, queries=300, keys=300, scale=8.0),
     "a scale below zero": Case(head_dim=128, value_dim=128, queries=300, keys=300, scale=-0.1),
 }
+HOPPER_HIDDEN = {
+    "lengths": Case(head_dim=128, value_dim=128, queries=1000, keys=777, lengths=(576, 600)),
+    "lengths of one tile and less": Case(head_dim=128, value_dim=128, queries=300, keys=777, lengths=(192, 3)),
+    "lengths beyond the keys": Case(head_dim=64, value_dim=64, queries=257, keys=4099, lengths=(5000, 4098)),
+    "no keys at all": Case(head_dim=128, value_dim=128, queries=300, keys=777, lengths=(0, 40)),
+    "lengths, scores that need a maximum": Case(
+        head_dim=128, value_dim=128, queries=300, keys=777, lengths=(0, 700), scale=8.0
+    ),
+    "key mask": Case(head_dim=128, value_dim=128, queries=300, keys=777, mask=(2, 1, 1, 777)),
+    "gqa, key mask and lengths": Case(
+        heads=8, kv_heads=2, head_dim=128, value_dim=128, queries=130, keys=500, mask=(2, 1, 1, 500), lengths=(333, 500)
+    ),
+}
 
 
-@pytest.mark.parametrize("name", HOPPER)
+@pytest.mark.parametrize("name", HOPPER | HOPPER_HIDDEN)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (jnp.float16, 4e-3)], ids=["bf16", "f16"])
 def test_our_hopper_kernel_matches_torch(hopper: Placement, name: str, dtype: object, tolerance: float) -> None:
     config = AttentionConfig(implementation="hopper")
-    assert relative_error(*run(HOPPER[name], config, hopper, dtype=dtype)) <= tolerance
+    case = (HOPPER | HOPPER_HIDDEN)[name]
+    assert relative_error(*run(case, config, hopper, dtype=dtype)) <= tolerance
 
 
 @pytest.mark.parametrize("name", HOPPER)

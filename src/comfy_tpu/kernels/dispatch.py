@@ -23,7 +23,7 @@ from comfy_tpu.kernels.chunked import chunked_attention
 from comfy_tpu.kernels.cudnn import cudnn_attention
 from comfy_tpu.kernels.hopper import hopper_attention
 from comfy_tpu.kernels.int8_scores import round_to_int8
-from comfy_tpu.kernels.masking import Masking, make_band, split_mask
+from comfy_tpu.kernels.masking import Masking, make_band, show_first, split_mask
 from comfy_tpu.kernels.sharded import attention_over_mesh, joint_attention_over_mesh
 from comfy_tpu.kernels.splash import splash_attention
 from comfy_tpu.kernels.tiled import chunked_tiles, splash_tiles
@@ -229,7 +229,8 @@ def _local(
             smooth_keys=config.smooth_keys,
         )
     if implementation == "hopper":
-        return hopper_attention(query, key, value, scale=scale, int8_scores=int8_scores), None
+        key, value, lengths = show_first(key, value, masking)
+        return hopper_attention(query, key, value, scale=scale, lengths=lengths, int8_scores=int8_scores), None
     if implementation == "cudnn":
         return cudnn_attention(query, key, value, masking, scale=scale), None
     out, logsumexp = chunked_attention(query, key, value, masking, scale=scale, single_chunk=implementation == "dense")
