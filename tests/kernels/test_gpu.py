@@ -10,7 +10,7 @@ import pytest
 
 from comfy_tpu.config import AttentionConfig
 from comfy_tpu.errors import MeshError
-from comfy_tpu.kernels import attention
+from comfy_tpu.kernels import attention, joint_attention
 from comfy_tpu.kernels.choice import Call, hopper_refusal
 from comfy_tpu.kernels.hopper import hopper_attention
 from comfy_tpu.kernels.int8_scores import round_to_int8
@@ -115,3 +115,19 @@ def test_our_hopper_kernel_multiplies_8_bits(name: str, dtype: Any, tolerance: f
         )
     out = jax.jit(functools.partial(hopper_attention, scale=scale, int8_scores=True))(query, key, value)
     assert relative_error(np.asarray(out, np.float32), np.asarray(expected)) <= tolerance
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+def test_our_hopper_kernel_passes_over_blocks_of_padding(hopper: Placement, dtype: Any) -> None:
+    """An image of 600 tokens and a text of 300, of which one row has 5 and the other none: blocks have 128 rows."""
+    case = Case(head_dim=128, value_dim=128, queries=900, keys=900, lengths=(605, 600))
+    inputs = case.inputs()
+    arrays = [jnp.asarray(inputs[name], dtype) for name in ("query", "key", "value")]
+    image, text = ([array[:, :, part] for array in arrays] for part in (slice(600), slice(600, None)))
+    config, lengths = AttentionConfig(implementation="hopper"), jnp.array(case.lengths)
+    attend = functools.partial(joint_attention, placement=hopper, config=config, kv_lengths=lengths)
+    got = np.concatenate([np.asarray(part, np.float32) for part in jax.jit(attend)(image, text)], axis=2)
+    expected = case.expected(dict(zip(("query", "key", "value"), arrays, strict=True)))
+    for row, length in enumerate(case.lengths or ()):
+        assert relative_error(got[row, :, :length], expected[row, :, :length]) <= 2e-2
+        assert not got[row, :, 640:].any()

@@ -63,13 +63,14 @@ def hopper_attention(
     *,
     scale: float,
     lengths: Array | None = None,
+    queries_end: bool = False,
     int8_scores: bool = False,
     tile: Tile = TILE,
 ) -> Array:
     """[B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, D] -> [B, H, Lq, D]. choice.py lists the calls that it takes.
 
     `lengths`, int32 [B]: keys from here on are hidden; tiles of hidden keys are not read. A sequence without keys is
-    zeros. `int8_scores`: queries and keys meet in 8 bits, for calls without lengths.
+    zeros. `queries_end`: queries from there on are padding, too, and blocks of them are zeros. `int8_scores`: queries and keys meet in 8 bits, for calls without lengths.
     """
     queries, keys = query.shape[2], key.shape[2]
     q, k, v = (_pad_rows(array.swapaxes(1, 2)) for array in (query, key, value))
@@ -86,7 +87,8 @@ def hopper_attention(
     flag = is_small.astype(jnp.int32).reshape(1)
     if lengths is not None:
         lengths = jnp.clip(lengths, 0, keys).astype(jnp.int32)
-    out = _attention(flag, q, k, v, lengths, scales, keys=keys, scale=scale, tile=tile, may_be_small=may_be_small)
+    options = {"keys": keys, "scale": scale, "tile": tile, "may_be_small": may_be_small, "queries_end": queries_end}
+    out = _attention(flag, q, k, v, lengths, scales, **options)
     return out[:, :queries].swapaxes(1, 2)
 
 
@@ -105,7 +107,7 @@ def _pad_rows(array: Array) -> Array:
     return jnp.pad(array, ((0, 0), (0, fill), (0, 0), (0, 0))) if fill else array
 
 
-@functools.partial(jax.jit, static_argnames=("keys", "scale", "tile", "may_be_small"))
+@functools.partial(jax.jit, static_argnames=("keys", "scale", "tile", "may_be_small", "queries_end"))
 def _attention(
     is_small: Array,
     q: Array,
@@ -118,6 +120,7 @@ def _attention(
     scale: float,
     tile: Tile,
     may_be_small: bool,
+    queries_end: bool,
 ) -> Array:
     """Attention over arrays [B, L, H, D]. `scale` is that of base-2 exponents. `lengths`: between 0 and `keys`. `scales`: of queries and keys in 8 bits,
     [B, H, tiles] each. `is_small`, one number: whether scores are so small that they need no running maximum, which the
@@ -134,6 +137,7 @@ def _attention(
             tile=tile,
             may_be_small=may_be_small,
             has_lengths=lengths is not None,
+            queries_end=queries_end,
         ),
         out_type=jax.ShapeDtypeStruct(q.shape, v.dtype),
         # Heads first: 601 TFLOP/s where rows first, with all blocks after the same keys at the same time, has 490.
@@ -199,6 +203,7 @@ def _kernel(
     tile: Tile,
     may_be_small: bool,
     has_lengths: bool,
+    queries_end: bool,
     q_tiles: Any,
     k_tiles: Any,
     v_tiles: Any,
@@ -221,6 +226,9 @@ def _kernel(
     whole_tiles, rest = divmod(keys, tile.keys)
     if lengths is not None:
         count = lengths[batch]
+        if queries_end:  # a block of padding sees no keys
+            block_start = lax.axis_index("rows") * (COMPUTE_WARPGROUPS * tile.queries)
+            count = jnp.where(block_start < count, count, 0)
         whole_tiles, rest = lax.div(count, jnp.int32(tile.keys)), lax.rem(count, jnp.int32(tile.keys))
     steps = pl.cdiv(count, tile.keys) if lengths is None else pl.cdiv(count, jnp.int32(tile.keys))
 

@@ -41,6 +41,9 @@ class Masking:
     """Position of the first query minus position of the first key; differs by device when sequences are sharded."""
     lengths: Array | None = None
     """int32 [B]: keys from here on are hidden. May be negative or beyond the end."""
+    queries_end: bool = False
+    """Whether queries from `lengths` on are padding, too: nobody uses their results, which may be zeros. For
+    self-attention of whole sequences."""
     keys: Array | None = None
     """bool (True: attend) or float32 (added) [B, Lk]: the same for every head and query."""
     dense: Array | None = None
