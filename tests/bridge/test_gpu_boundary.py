@@ -45,10 +45,8 @@ def test_results_that_go_on_in_torch_before_they_are_computed(placement: Placeme
             inputs = to_device(x, placement.sharding())
             results = step(inputs)
             assert handover.is_for(results, device)
-            if waits:
-                x = to_host(results).to(device) * 2 - 0.001
-            else:
-                x = handover.take(results, device, inputs) * 2 - 0.001
+            made = to_host(results).to(device) if waits else handover.take(results, device, inputs)
+            x = made * 2 - 0.001
             del inputs, results
             torch.full_like(x, float("nan"))  # into whatever memory is free
         return x.cpu()

@@ -21,9 +21,7 @@ def test_lowers(sizes: tuple[int, int, int], dtype: jnp.dtype, form: str) -> Non
     queries, keys, head_dim = sizes
     query = jax.ShapeDtypeStruct((1, 4, queries, head_dim), dtype)
     key = jax.ShapeDtypeStruct((1, 2, keys, head_dim), dtype)
-    attend = functools.partial(
-        hopper_attention, scale=0.1, int8_scores=form == "int8", queries_end=form == "padding"
-    )
+    attend = functools.partial(hopper_attention, scale=0.1, int8_scores=form == "int8", queries_end=form == "padding")
     more = {"lengths": jax.ShapeDtypeStruct((1,), jnp.int32)} if form in ("lengths", "padding") else {}
     exported = jax.export.export(jax.jit(attend), platforms=["cuda"])(query, key, key, **more)
     text = exported.mlir_module()

@@ -28,10 +28,11 @@ class GpuHandover:
         if device.type != "cuda":
             return False
         index = torch.cuda.current_device() if device.index is None else device.index
-        return all(
-            isinstance(leaf, jax.Array) and is_on_one_gpu(leaf.sharding) and leaf.__dlpack_device__()[1] == index
-            for leaf in jax.tree.leaves(results)
-        )
+
+        def is_there(leaf: Any) -> bool:
+            return isinstance(leaf, jax.Array) and is_on_one_gpu(leaf.sharding) and _gpu_index(leaf) == index
+
+        return all(map(is_there, jax.tree.leaves(results)))
 
     def take(self, results: Any, device: torch.device, inputs: Any) -> Any:
         """The results as torch's own tensors on `device`, which torch's current stream waits for and nobody else.
@@ -44,3 +45,8 @@ class GpuHandover:
         copied.record(torch.cuda.current_stream(device))
         self._kept.append((copied, (results, inputs)))
         return copies
+
+
+def _gpu_index(array: Any) -> int:
+    index: int = array.__dlpack_device__()[1]
+    return index

@@ -133,7 +133,8 @@ def joint_attention(
     """Attention over two sequences, (query, key, value) each, as if the second were appended to the first.
 
     `kv_lengths` counts keys of both; tokens beyond are padding, and their results may be zeros. Returns the results of
-    each: a video and its text never need to be one array that is split over the mesh. `tiles` limits attention among the tokens of the first.
+    each: a video and its text never need to be one array that is split over the mesh. `tiles` limits attention among
+    the tokens of the first.
     """
     count, more = first[0].shape[2], second[0].shape[2]
     batch, heads, _, head_dim = first[0].shape

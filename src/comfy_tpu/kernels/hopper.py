@@ -70,7 +70,9 @@ def hopper_attention(
     """[B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, D] -> [B, H, Lq, D]. choice.py lists the calls that it takes.
 
     `lengths`, int32 [B]: keys from here on are hidden; tiles of hidden keys are not read. A sequence without keys is
-    zeros. `queries_end`: queries from there on are padding, too, and blocks of them are zeros. `int8_scores`: queries and keys meet in 8 bits, for calls without lengths.
+    zeros. `queries_end`: queries from there on are padding, too, and blocks of them are zeros.
+
+    `int8_scores`: queries and keys meet in 8 bits, for calls without lengths.
     """
     queries, keys = query.shape[2], key.shape[2]
     q, k, v = (_pad_rows(array.swapaxes(1, 2)) for array in (query, key, value))
@@ -122,10 +124,10 @@ def _attention(
     may_be_small: bool,
     queries_end: bool,
 ) -> Array:
-    """Attention over arrays [B, L, H, D]. `scale` is that of base-2 exponents. `lengths`: between 0 and `keys`. `scales`: of queries and keys in 8 bits,
-    [B, H, tiles] each. `is_small`, one number: whether scores are so small that they need no running maximum, which the
-    kernel asks for itself (`lax.cond` would have the host wait for the answer, and the device for the host, in every
-    layer). `may_be_small`: whether it asks at all.
+    """Attention over arrays [B, L, H, D]. `scale` is that of base-2 exponents. `lengths`: between 0 and `keys`.
+    `scales`: of queries and keys in 8 bits, [B, H, tiles] each. `is_small`, one number: whether scores are so small that
+    they need no running maximum, which the kernel asks for itself (`lax.cond` would have the host wait for the answer,
+    and the device for the host, in every layer). `may_be_small`: whether it asks at all.
     """
     pl, plgpu = _pallas()
     batch, queries, heads, dim = q.shape
@@ -223,7 +225,8 @@ def _kernel(
     dim = q.shape[-1]
     stages = min(tile.stages, pl.cdiv(keys, tile.keys))
     count: Any = keys  # of keys that are seen
-    whole_tiles, rest = divmod(keys, tile.keys)
+    whole_tiles: Any = keys // tile.keys
+    rest: Any = keys % tile.keys
     if lengths is not None:
         count = lengths[batch]
         if queries_end:  # a block of padding sees no keys

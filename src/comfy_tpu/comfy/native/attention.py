@@ -70,8 +70,9 @@ def _attend_jointly(
     from comfy_tpu.bridge import joint_attention
 
     split = tensors[0].shape[2] - text_tokens if behind else text_tokens
-    parts: list[Any] = [tuple(tensor[:, :, :split] for tensor in tensors), tuple(x[:, :, split:] for x in tensors)]
-    image, text = joint_attention(*(parts if behind else parts[::-1]), kv_lengths=lengths)
+    head: Any = tuple(tensor[:, :, :split] for tensor in tensors)
+    tail: Any = tuple(tensor[:, :, split:] for tensor in tensors)
+    image, text = joint_attention(*((head, tail) if behind else (tail, head)), lengths)
     results = [image, text] if behind else [text, image]
     # The model takes the two apart again: joined last, they are never written as one.
     return torch.cat(results, 2) if keep_heads else torch.cat([part.transpose(1, 2).flatten(2) for part in results], 1)
