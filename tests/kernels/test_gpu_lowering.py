@@ -5,9 +5,13 @@ import functools
 import jax
 import jax.export
 import jax.numpy as jnp
+import pytest
 
+from comfy_tpu.config import AttentionConfig
+from comfy_tpu.kernels import hopper, joint_attention
 from comfy_tpu.kernels.hopper import hopper_attention
 from tests.covering import covering
+from tests.kernels.attention_reference import absent_placement
 
 
 @covering(
@@ -31,3 +35,13 @@ def test_lowers(sizes: tuple[int, int, int], dtype: jnp.dtype, form: str) -> Non
     assert "stablehlo.if" not in text
     assert exported.out_avals[0].shape == query.shape
     assert exported.out_avals[0].dtype == dtype
+
+
+def test_an_image_and_its_padded_text_sort_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "is_installed", lambda: True)
+    image, text = (jax.ShapeDtypeStruct((1, 2, tokens, 128), jnp.bfloat16) for tokens in (4096, 256))
+    attend = functools.partial(joint_attention, placement=absent_placement("gpu", "h200"), config=AttentionConfig())
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    traced = jax.make_jaxpr(attend)((image,) * 3, (text,) * 3, kv_lengths=lengths)
+    assert "wgmma" in str(traced)
+    assert "sort[" not in str(traced)

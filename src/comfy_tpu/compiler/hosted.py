@@ -136,7 +136,7 @@ class HostedModule:
         is_checked: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Returns the results as tensors on `device`; `axes`: how the tensors among the arguments are split over a mesh.
+        """Returns the results as tensors on `device`; `axes`: how the tensors among the arguments are split.
 
         Equal functions share programs. A function may have an attribute `varying`, which replaces the module's.
 

@@ -125,9 +125,9 @@ def _attention(
     queries_end: bool,
 ) -> Array:
     """Attention over arrays [B, L, H, D]. `scale` is that of base-2 exponents. `lengths`: between 0 and `keys`.
-    `scales`: of queries and keys in 8 bits, [B, H, tiles] each. `is_small`, one number: whether scores are so small that
-    they need no running maximum, which the kernel asks for itself (`lax.cond` would have the host wait for the answer,
-    and the device for the host, in every layer). `may_be_small`: whether it asks at all.
+    `scales`: of queries and keys in 8 bits, [B, H, tiles] each. `is_small`, one number: whether scores are so small
+    that they need no running maximum, which the kernel asks for itself (`lax.cond` would have the host wait for the
+    answer, and the device for the host, in every layer). `may_be_small`: whether it asks at all.
     """
     pl, plgpu = _pallas()
     batch, queries, heads, dim = q.shape
