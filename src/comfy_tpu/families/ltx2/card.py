@@ -111,6 +111,7 @@ LTX23 = dataclasses.replace(
     # What diffusers recommends: all four branches of guidance.
     defaults=dataclasses.replace(LTX2.defaults, stg_scale=1.0),
     published={"diffusers/LTX-2.3-Diffusers": MODULATED_TRANSFORMER},
+    # As others report it of Lightricks/LTX-2.3; the conversion's own page was not seen.
     licences={"diffusers/LTX-2.3-Diffusers": "LTX-2 Community License"},
     matches=lambda index, config: bool(config.get("cross_attn_mod")),
 )
