@@ -30,16 +30,21 @@ def state():
         "devices started": bool(jax._src.xla_bridge._backends),
     }
 
+names = [
+    module.name
+    for module in pkgutil.walk_packages(comfy_tpu.__path__, "comfy_tpu.")
+    if not module.name.startswith("comfy_tpu.comfy.") and not module.name.endswith("__main__")
+]
 before = state()
 changes = {}
-for module in pkgutil.walk_packages(comfy_tpu.__path__, "comfy_tpu."):
-    if module.name.startswith("comfy_tpu.comfy.") or module.name.endswith("__main__"):
-        continue
-    importlib.import_module(module.name)
+# In groups: a state takes as long as the import of some modules.
+for start in range(0, len(names), 20):
+    for name in names[start : start + 20]:
+        importlib.import_module(name)
     after = state()
-    for name in after:
-        if after[name] != before[name]:
-            changes.setdefault(module.name, []).append(name)
+    changed = [name for name in after if after[name] != before[name]]
+    if changed:
+        changes[", ".join(names[start : start + 20])] = changed
     before = after
 print(json.dumps(changes))
 """

@@ -380,6 +380,7 @@ def test_the_command_writes_a_picture(tmp_path: Path, monkeypatch: Any, capsys: 
     assert "--num-frames 5 is for videos and this model makes images; use 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # by default: that of Flux.2 dev, with the same kinds of blocks
 def test_flux_dev_lowers_for_eight_chips() -> None:
     seen = measure_lowering(lower_flux.lower_programs, 1024, 1024)
     programs = seen["programs"]
