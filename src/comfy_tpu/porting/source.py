@@ -79,6 +79,8 @@ class Module:
             ) from None
         except ValueError as error:
             raise InvalidValueError(f"{path} is not Python ({error}); give a text file") from None
+        except (MemoryError, RecursionError):  # of the parser, for about 6000 levels: not of the machine
+            raise InvalidValueError(f"{path} is nested too deeply for Python; write it with fewer levels") from None
         self.definitions: dict[str, Definition] = {}
         self.imports: dict[str, str] = {}
         """Dotted names by local name: {"F": "torch.nn.functional"}."""
