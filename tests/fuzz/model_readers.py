@@ -248,7 +248,8 @@ def _config_seed(name: str) -> Any:
 
 
 def _config_files(*names: str) -> st.SearchStrategy[Case]:
-    return st.sampled_from(names).flatmap(lambda name: named(name, documents(_config_seed(name))))
+    made = {name: named(name, documents(_config_seed(name))) for name in names}
+    return st.sampled_from(names).flatmap(made.__getitem__)
 
 
 def _copy_demo(directory: Path) -> Path:
