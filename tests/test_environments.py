@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import concurrent.futures
+import contextlib
+import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -24,6 +26,7 @@ from comfy_tpu.compiler.stored.entries import trim_files
 from comfy_tpu.jobs import ledger as ledgers
 from comfy_tpu.jobs.ledger import Counts, Ledger, NewJob
 from comfy_tpu.jobs.request import Request
+from comfy_tpu.jobs.served_ledger import Order, ServedLedger
 from comfy_tpu.pipeline import media, video
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY
 from tests.cli.fake_pipeline import FakePipeline
@@ -49,6 +52,7 @@ ENVIRONMENTS: Mapping[str, Sequence[str]] = {
     "a clock that jumps": (
         f"{HERE}::test_a_clock_that_jumps_while_a_video_is_made",
         f"{HERE}::test_a_clock_that_jumps_takes_no_job_from_a_driver",
+        f"{HERE}::test_a_clock_that_jumps_back_leaves_ids_of_a_server_in_order",
         f"{HERE}::test_cache_files_from_the_future_are_removed_last",
     ),
     "spawned processes": (f"{HERE}::test_spawned_processes",),
@@ -225,6 +229,20 @@ def test_a_clock_that_jumps_takes_no_job_from_a_driver(tmp_path: Path, monkeypat
     assert first.counts() == Counts(leased=1)
     assert first.finish(leased.id, [], {"total": 1.0})
     first.close()
+
+
+def test_a_clock_that_jumps_back_leaves_ids_of_a_server_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that lists its jobs goes on behind the last one that it has seen."""
+    made = list[str]()
+    with contextlib.closing(ServedLedger(tmp_path / "ledger.sqlite")) as ledger:
+        monkeypatch.setattr(time, "time", JumpingClock())
+        for number in range(10):
+            made.append(ledger.new_id("video"))
+            order = Order("ann", "video", None, str(number))
+            ledger.accept(dataclasses.replace(_job(number), id=made[-1]), order, queue_limit=100)
+    assert made == sorted(set(made))
 
 
 def test_cache_files_from_the_future_are_removed_last(tmp_path: Path) -> None:

@@ -154,6 +154,8 @@ BAD_SIGMAS = {
     "1,0": "are not noise levels",
     "1,nan": "are not noise levels",
     ",": "are not noise levels",
+    False: "are not noise levels",
+    b"1": "are not noise levels",
 }
 
 

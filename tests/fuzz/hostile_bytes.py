@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import struct
 from collections.abc import Sequence
@@ -81,17 +82,27 @@ def dump(value: Any) -> bytes:
     return json.dumps(value).encode("utf-8", "surrogatepass")
 
 
+# Made once: a strategy that is made for each case is checked for each case, a third of the time.
+_CHANGES = st.integers(1, 3)
+_CHANGE_KINDS = st.sampled_from(("replace", "replace", "replace", "delete", "add", "wrap", "repeat"))
+_GO_DEEPER = st.integers(0, 3)
+_BOOLEANS = st.booleans()
+_REPEATS = st.sampled_from((0, 2, 50))
+_places = functools.cache(lambda count: st.sampled_from(range(count)))
+"""One of so many places."""
+
+
 @st.composite
 def changed_value(draw: st.DrawFn, seed: Any) -> Any:
     """A JSON value with one to three changes somewhere in it."""
     value = copy.deepcopy(seed)
-    for _ in range(draw(st.integers(1, 3))):
+    for _ in range(draw(_CHANGES)):
         parent, place, here = None, None, value
-        while isinstance(here, dict | list) and here and (parent is None or draw(st.integers(0, 3))):
+        while isinstance(here, dict | list) and here and (parent is None or draw(_GO_DEEPER)):
             places = list(here) if isinstance(here, dict) else list(range(len(here)))
-            parent, place = here, draw(st.sampled_from(places))
+            parent, place = here, places[draw(_places(len(places)))]
             here = parent[place]
-        kind = draw(st.sampled_from(("replace", "replace", "replace", "delete", "add", "wrap", "repeat")))
+        kind = draw(_CHANGE_KINDS)
         if parent is None:
             value = draw(values) if kind == "replace" else value
         elif kind == "delete":
@@ -99,9 +110,9 @@ def changed_value(draw: st.DrawFn, seed: Any) -> Any:
         elif kind == "add" and isinstance(parent, dict):
             parent[draw(small_texts)] = draw(values)
         elif kind == "wrap":
-            parent[place] = [here] if draw(st.booleans()) else {"x": here}
+            parent[place] = [here] if draw(_BOOLEANS) else {"x": here}
         elif kind == "repeat" and isinstance(here, list):
-            parent[place] = here * draw(st.sampled_from((0, 2, 50)))
+            parent[place] = here * draw(_REPEATS)
         else:
             parent[place] = draw(values)
     return value
@@ -109,35 +120,44 @@ def changed_value(draw: st.DrawFn, seed: Any) -> Any:
 
 def documents(*seeds: Any) -> st.SearchStrategy[bytes]:
     """JSON files: good ones changed, any other value, damaged text, nesting without end."""
-    changed = st.sampled_from(seeds).flatmap(changed_value).map(dump)
-    damaged = st.sampled_from(seeds).map(dump).flatmap(changed_bytes)
+    changed = st.one_of([changed_value(seed) for seed in seeds]).map(dump)
+    damaged = st.one_of([changed_bytes(dump(seed)) for seed in seeds])
     return st.one_of(changed, changed, changed, damaged, values.map(dump), st.sampled_from(_DEEP).map(str.encode))
+
+
+_DAMAGES = st.integers(1, 4)
+_DAMAGE_KINDS = st.sampled_from(("cut", "overwrite", "overwrite", "insert", "remove", "repeat", "number", "flip"))
+_FORMS = st.sampled_from(("<I", ">I", "<Q", ">H", "<H", "B"))
+_HEADERS = _places(4)
+_EXTREMES = _places(6)
+_COPIES = st.sampled_from((1, 2, 20))
+_FEW, _SOME = st.binary(min_size=1, max_size=8), st.binary(min_size=1, max_size=16)
 
 
 @st.composite
 def changed_bytes(draw: st.DrawFn, seed: bytes) -> bytes:
     """A file with one to four changes: cut off, overwritten, lengthened, doubled, with other numbers in its header."""
     content = bytearray(seed)
-    for _ in range(draw(st.integers(1, 4))):
+    for _ in range(draw(_DAMAGES)):
         at = draw(st.integers(0, len(content)))
         # Headers are at the beginning, and a random place of a file is among its pixels.
-        at = min(at, draw(st.sampled_from((32, 128, 512, len(content)))))
-        kind = draw(st.sampled_from(("cut", "overwrite", "overwrite", "insert", "remove", "repeat", "number", "flip")))
+        at = min(at, (32, 128, 512, len(content))[draw(_HEADERS)])
+        kind = draw(_DAMAGE_KINDS)
         if kind == "cut":
             del content[at:]
         elif kind == "overwrite":
-            piece = draw(st.binary(min_size=1, max_size=8))
+            piece = draw(_FEW)
             content[at : at + len(piece)] = piece
         elif kind == "insert":
-            content[at:at] = draw(st.binary(min_size=1, max_size=16))
+            content[at:at] = draw(_SOME)
         elif kind == "remove":
             del content[at : at + draw(st.integers(1, 16))]
         elif kind == "repeat":
-            content[at:at] = content[at : at + draw(st.integers(1, 64))] * draw(st.sampled_from((1, 2, 20)))
+            content[at:at] = content[at : at + draw(st.integers(1, 64))] * draw(_COPIES)
         elif kind == "number":
-            form = draw(st.sampled_from(("<I", ">I", "<Q", ">H", "<H", "B")))
+            form = draw(_FORMS)
             most = 2 ** (8 * struct.calcsize(form)) - 1
-            piece = struct.pack(form, draw(st.sampled_from((0, 1, most, most // 2, most - 1, most // 2 + 1))))
+            piece = struct.pack(form, (0, 1, most, most // 2, most - 1, most // 2 + 1)[draw(_EXTREMES)])
             content[at : at + len(piece)] = piece
         elif content:
             content[at % len(content)] ^= 1 << draw(st.integers(0, 7))
@@ -146,13 +166,20 @@ def changed_bytes(draw: st.DrawFn, seed: bytes) -> bytes:
 
 def files(*seeds: bytes) -> st.SearchStrategy[bytes]:
     """Damaged copies of good files, and a few that were never good."""
-    return st.one_of(
-        *[st.sampled_from(seeds).flatmap(changed_bytes)] * 6, st.binary(max_size=64), st.sampled_from((b"", *seeds))
-    )
+    changed = [st.one_of([changed_bytes(seed) for seed in seeds])] * 6
+    return st.integers(0, 7).flatmap([*changed, st.binary(max_size=64), st.sampled_from((b"", *seeds))].__getitem__)
 
 
 _DTYPES = ("F32", "F16", "BF16", "F64", "I64", "I32", "U8", "BOOL", "F8_E4M3", "F4", "C64", "Q9", "", "f32")
 _BYTES = {"F64": 8, "I64": 8, "F16": 2, "BF16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1}
+
+
+_ENTRIES, _SIXTH = st.integers(0, 4), st.integers(0, 5)
+_DTYPE = st.sampled_from(_DTYPES[:1] * 12 + _DTYPES)
+_FILLINGS = st.sampled_from((b"\0\0\0\0", b"\0\0\x80?", b"\0\0\xc0\x7f", b"\xff\xff\xff\xff"))
+_WRONG = st.sampled_from((None, None, None, "entry", "length", "bytes", "twice", "deep"))
+_NESTINGS = st.sampled_from(_DEEP)
+_names = functools.cache(lambda names: st.one_of(st.sampled_from(names), st.sampled_from(names), small_texts))
 
 
 @st.composite
@@ -166,18 +193,18 @@ def safetensors(
     length of the header, tensors of the same name, nested JSON."""
     entries: list[tuple[str, Any]] = []
     data = bytearray()
-    if metadata is not None or draw(st.integers(0, 5)) == 0:
+    if metadata is not None or draw(_SIXTH) == 0:
         entries.append(("__metadata__", draw(metadata if metadata is not None else values)))
-    for _ in range(draw(st.integers(0, 4))):
-        name = draw(st.one_of(st.sampled_from(names), st.sampled_from(names), small_texts))
-        dtype, shape = draw(st.sampled_from(_DTYPES[:1] * 12 + _DTYPES)), draw(st.sampled_from(shapes))
+    for _ in range(draw(_ENTRIES)):
+        name = draw(_names(tuple(names)))
+        dtype, shape = draw(_DTYPE), shapes[draw(_places(len(shapes)))]
         size = _BYTES.get(dtype, 4)
         for side in shape:
             size *= side
-        filling = draw(st.sampled_from((b"\0\0\0\0", b"\0\0\x80?", b"\0\0\xc0\x7f", b"\xff\xff\xff\xff")))
+        filling = draw(_FILLINGS)
         entries.append((name, {"dtype": dtype, "shape": list(shape), "data_offsets": [len(data), len(data) + size]}))
         data += (filling * (size // 4 + 1))[:size]
-    damage = draw(st.sampled_from((None, None, None, "entry", "length", "bytes", "twice", "deep")))
+    damage = draw(_WRONG)
     if damage == "entry" and entries:
         at = draw(st.integers(0, len(entries) - 1))
         entries[at] = (entries[at][0], draw(changed_value(entries[at][1])))
@@ -185,7 +212,7 @@ def safetensors(
         entries += entries[-1:]
     text = "{" + ", ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in entries) + "}"
     if damage == "deep":
-        text = text[:-1] + f'{"," if entries else ""} "x": {draw(st.sampled_from(_DEEP))}' + "}"
+        text = text[:-1] + f'{"," if entries else ""} "x": {draw(_NESTINGS)}' + "}"
     header = text.encode("utf-8", "surrogatepass")
     header += b" " * (-len(header) % 8)
     length = len(header)

@@ -14,7 +14,7 @@ from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.ltx2 import card
 from comfy_tpu.families.settings import settings_of_latents
 from comfy_tpu.families.shared.packed_sound import join_sound, split_sound
-from comfy_tpu.pipeline import media
+from comfy_tpu.pipeline import media, sound_files
 from comfy_tpu.pipeline.sound import Waveform
 
 FPS, RATE, FRAMES = 24, 24000, 48
@@ -79,6 +79,21 @@ def test_a_format_without_sound_says_so(tmp_path: Path, caplog: pytest.LogCaptur
     ):
         writer.write(flash(12))
     assert "video.gif is written without the video's sound; write video.mp4 to have it" in caplog.text
+
+
+def test_a_sound_that_does_not_fit_into_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is read as a whole."""
+    path = tmp_path / "x.mp4"
+    media.write_videos(
+        [path], iter([torch.zeros(1, FRAMES, 32, 32, 3)]), fps=FPS, metadata=[{}], sheet=None, sound=click(1.0)
+    )
+    whole = sound_files.read_sound(path, "video")
+    assert whole is not None
+    monkeypatch.setattr(sound_files, "_SAMPLES_MAX", whole.samples.numel())
+    assert sound_files.read_sound(path, "video") is not None
+    monkeypatch.setattr(sound_files, "_SAMPLES_MAX", 2 * 60 * RATE // 50)
+    with pytest.raises(InvalidValueError, match=r"video=.*x.mp4 has a sound of more than 0 minutes, .*cut a piece out"):
+        sound_files.read_sound(path, "video")
 
 
 @pytest.mark.parametrize("length", [1.99, 2.01])

@@ -5,7 +5,7 @@ With --json, one object a line on stdout, by its "event":
     submitted   total, done
     refused     line, reason
     progress    worker, stage, what, done, total
-    done        id, line, outputs, seconds, cut
+    done        id, line, outputs, seconds, cut, resumed_after
     failed      id, line, output, error; attempts are left unless final; of_model: all jobs of its model fail so
     message     text
     summary     done, failed, refused, open, seconds
@@ -28,6 +28,7 @@ from comfy_tpu.cli.hosts import add_hosts
 from comfy_tpu.cli.ray_options import add_ray, make_ray_config
 from comfy_tpu.config import FAST, FastSettings
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.settings import check_checkpoint_every
 from comfy_tpu.jobs.driver import Batch, FindModel, ModelFacts, Workers
 from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.ledger import Ledger
@@ -46,7 +47,7 @@ _OF_THE_RUN = (
 """Flags of `generate` that concern a process, not a video."""
 _REFUSED_KEYS = {
     **dict.fromkeys(_OF_THE_RUN, " is of the whole batch"),
-    "checkpoint_every": " is for `comfy-tpu generate`; a batch goes on job by job",
+    "checkpoint_every": " is of the whole batch, as the flag --checkpoint-every",
 }
 """Flags of `generate` that are no keys of a line, with the reasons."""
 
@@ -74,6 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the most prompts that share a step: auto, as many as keep the devices busy and fit; or a number",
     )
+    options.add_checkpoint(
+        parser,
+        "save the steps of the running job every N steps, and on SIGTERM, in the output's directory; started again, "
+        "the batch goes on inside the job; prompts then share no steps",
+    )
     add_ray(parser)
     parser.add_argument("--json", action="store_true", help="print what happens as JSON lines")
     options.add_images(parser, kind=str)
@@ -95,19 +101,20 @@ def run(arguments: argparse.Namespace) -> int:
     if not hosts.is_first_host():
         return _follow(arguments)
     started = time.monotonic()
-    batch_size = _parse_batch_size(arguments.batch_size)
+    batch_size = _choose_batch_size(arguments)
     ray = make_ray_config(arguments)
+    every: int | None = arguments.checkpoint_every
     parse = functools.partial(parse_values, common=_common_values(arguments))
     folder = Folder(arguments.output)
     with open_jobs(arguments.jobs, arguments.format) as lines:
         folder.prepare()
         with contextlib.closing(Ledger(folder.ledger_path)) as ledger:
             with _open_display(arguments) as display:
-                batch = Batch(folder, ledger, display)
+                batch = Batch(folder, ledger, display, saves_steps=every is not None)
                 batch.restore()
                 with (
                     hosts.cleaning_up(batch.write_results),
-                    _open_workers(ray, folder, batch_size, display) as (workers, find_model),
+                    _open_workers(ray, folder, batch_size, every, display) as (workers, find_model),
                 ):
                     batch.submit(lines, parse, find_model)
                     try:
@@ -123,21 +130,27 @@ def _follow(arguments: argparse.Namespace) -> int:
     """Takes part in the first host's jobs, and ends with its status."""
     from comfy_tpu.jobs.local_worker import follow
 
-    follow(Folder(arguments.output), batch_size=_parse_batch_size(arguments.batch_size))
+    every = arguments.checkpoint_every
+    follow(Folder(arguments.output), batch_size=_choose_batch_size(arguments), checkpoint_every=every)
     return int(hosts.first_host_value(lambda: None))
 
 
 @contextlib.contextmanager
 def _open_workers(
-    ray: RayConfig | None, folder: Folder, batch_size: int | None, display: Display | JsonDisplay
+    ray: RayConfig | None,
+    folder: Folder,
+    batch_size: int | None,
+    checkpoint_every: int | None,
+    display: Display | JsonDisplay,
 ) -> Iterator[tuple[Workers, FindModel]]:
     workers: LocalWorker | RayWorkers
+    chosen: dict[str, Any] = {"batch_size": batch_size, "checkpoint_every": checkpoint_every}
     if ray is None:
         from comfy_tpu.jobs.local_worker import LocalWorker, find_model_facts
 
-        workers, find_facts = LocalWorker(folder, batch_size=batch_size), find_model_facts
+        workers, find_facts = LocalWorker(folder, **chosen), find_model_facts
     else:
-        workers = RayWorkers(folder, ray, batch_size=batch_size, report=display.message)
+        workers = RayWorkers(folder, ray, **chosen, report=display.message)
         find_facts = workers.find_model_facts
 
     @functools.cache
@@ -160,6 +173,21 @@ def _model_values(request: Request) -> str:
 
 def _open_display(arguments: argparse.Namespace) -> Display | JsonDisplay:
     return JsonDisplay() if arguments.json else Display()
+
+
+def _choose_batch_size(arguments: argparse.Namespace) -> int | None:
+    """1 where the steps of jobs are saved: each goes on by itself."""
+    size, every = _parse_batch_size(arguments.batch_size), arguments.checkpoint_every
+    if every is None:
+        return size
+    check_checkpoint_every(every)
+    if size not in (None, 1):
+        raise InvalidValueError(
+            f"checkpoint_every={every} saves the steps of one job at a time, and batch_size={size} has jobs share "
+            "theirs; leave one of them out",
+            field="checkpoint_every",
+        )
+    return 1
 
 
 def _parse_batch_size(text: str) -> int | None:

@@ -64,6 +64,8 @@ class Display:
             self._print(f"{outcome.job_name} is tried again: {outcome.error}")
         if state == "done" and outcome.cut:
             self._print(f"{outcome.job_name}: its prompt is longer than the model reads: {excerpt(outcome.cut)}")
+        if state == "done" and outcome.resumed_after:
+            print_message(f"{outcome.job_name} resumed after step {outcome.resumed_after}")
         if self._bar is not None:
             self._bar.n = counts.done
             self._bar.refresh()
@@ -113,9 +115,8 @@ class JsonDisplay:
     def finished(self, outcome: Outcome, state: str, counts: Counts) -> None:
         if state == "done":
             files = [dataclasses.asdict(each) for each in outcome.outputs]
-            self._print(
-                "done", id=outcome.id, line=outcome.line, outputs=files, seconds=dict(outcome.seconds), cut=outcome.cut
-            )
+            facts = {"seconds": dict(outcome.seconds), "cut": outcome.cut, "resumed_after": outcome.resumed_after}
+            self._print("done", id=outcome.id, line=outcome.line, outputs=files, **facts)
         elif outcome.error:
             named = {"id": outcome.id, "line": outcome.line, "output": outcome.output}
             self._print("failed", **named, error=outcome.error, final=state == "failed", of_model=outcome.is_of_model)

@@ -556,13 +556,11 @@ def add_artifact_output(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoint-every",
-        type=number_parser(int),
-        metavar="N",
-        help="save the steps every N steps, and on SIGTERM, beside the output; the same command goes on from there",
-    )
+def add_checkpoint(
+    parser: argparse.ArgumentParser,
+    help_: str = "save the steps every N steps, and on SIGTERM, beside the output; the same command goes on from there",
+) -> None:
+    parser.add_argument("--checkpoint-every", type=number_parser(int), metavar="N", help=help_)
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:

@@ -59,7 +59,7 @@ def parse_sigmas(text: str) -> tuple[float, ...]:
     """Noise levels from "1,0.75,0.5"; raises InvalidValueError unless they fall, from 1 at most, and stay above 0."""
     try:
         levels = tuple(float(part) for part in text.split(","))
-    except (AttributeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         levels = ()
     if not levels or not all(0 < level <= 1 for level in levels) or sorted(set(levels), reverse=True) != list(levels):
         raise InvalidValueError(
@@ -195,7 +195,7 @@ def check_settings(settings: GenerationSettings, limits: Limits) -> None:
 
 
 def _check_sigmas(settings: GenerationSettings) -> None:
-    if not settings.sigmas:
+    if settings.sigmas == "":
         return
     count = len(parse_sigmas(settings.sigmas))
     if count != settings.num_inference_steps:
@@ -289,6 +289,14 @@ def check_prompt(prompt: str) -> None:
         raise InvalidValueError(f"prompt is a {type(prompt).__name__}, expected text", field="prompt")
     if not prompt.strip():
         raise InvalidValueError(f"prompt={prompt!r} is empty; say what the video should show", field="prompt")
+
+
+def check_checkpoint_every(every: object) -> None:
+    """Raises InvalidValueError for what is no number of steps between two saves."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise InvalidValueError(
+            f"checkpoint_every={every} is not a number of steps; give a whole number from 1", field="checkpoint_every"
+        )
 
 
 def check_images(model: str, wanted: ImageInput | None, count: int, settings: GenerationSettings) -> None:

@@ -18,7 +18,7 @@ from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.jobs.folder import Folder, file_fingerprint
 from comfy_tpu.jobs.ledger import LEASE_SECONDS, Conflict, Counts, Job, Ledger, NewJob, OutputFile
 from comfy_tpu.jobs.outcome import Event, Outcome, outcome_of_error
-from comfy_tpu.jobs.output_names import check_output_name, list_other_names
+from comfy_tpu.jobs.output_names import check_output_name, find_steps_job, list_other_names, list_steps_names
 from comfy_tpu.jobs.request import Request, default_output
 from comfy_tpu.jobs.sources import InvalidLine, Line
 from comfy_tpu.json_input import parse_json
@@ -93,8 +93,10 @@ class Observer(Protocol):
 class Batch:
     """The jobs of one directory."""
 
-    def __init__(self, folder: Folder, ledger: Ledger, observer: Observer) -> None:
+    def __init__(self, folder: Folder, ledger: Ledger, observer: Observer, *, saves_steps: bool = False) -> None:
+        """`saves_steps`: whether the workers save the steps of jobs (saved_steps.py)."""
         self.folder = folder
+        self._saves_steps = saves_steps
         self.ledger = ledger
         self._observer = observer
         self._results_at = time.monotonic()
@@ -116,7 +118,17 @@ class Batch:
             for job, submission in zip(jobs, self.ledger.submit(jobs, existing), strict=True):
                 if submission.conflict is not None:
                     self._refuse(Refusal(job.line, _describe_conflict(job, submission.conflict)))
+        self._remove_unwanted_steps(existing)
         self._observer.submitted(self._recount(at_once=True))
+
+    def _remove_unwanted_steps(self, existing: set[str]) -> None:
+        """Removes saved steps of jobs that are done, or that no line asks for any more. In a remote directory those of
+        jobs that this ledger does not know may be another machine's."""
+        saved = {name: id_ for name in existing if (id_ := find_steps_job(name)) is not None}
+        found = self.ledger.find_open(saved.values())
+        self.folder.remove([name for name, id_ in saved.items() if not found.get(id_, self.folder.is_remote)])
+        # The others are removed when their jobs are done, also where this run saves none.
+        self._saves_steps = self._saves_steps or any(found.values())
 
     def restore(self) -> None:
         """Finds finished jobs in results.jsonl where the ledger is new: its machine is gone, or it was removed."""
@@ -221,6 +233,8 @@ class Batch:
         if outcome.state == "done":
             state = "done" if self.ledger.finish(outcome.id, outcome.outputs, outcome.seconds) else "lost"
             self._opened_models.add(model_key)
+            if self._saves_steps and job is not None:
+                self.folder.remove(list_steps_names(job.id, job.request.values))
         elif outcome.state == "failed":
             state = self.ledger.fail(outcome.id, outcome.error, is_final=outcome.is_final) or "lost"
         else:

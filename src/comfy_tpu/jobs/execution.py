@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 
 from comfy_tpu.config import GenerationSettings, Interpolation
-from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.errors import InvalidValueError, NotFiniteError
 from comfy_tpu.families.presets import AUTO, find_preset
 from comfy_tpu.jobs import opening
 from comfy_tpu.jobs.batch_size import choose_rows, runs_beside
@@ -26,6 +26,7 @@ from comfy_tpu.jobs.lanes import Lanes
 from comfy_tpu.jobs.ledger import Job
 from comfy_tpu.jobs.outcome import CancelledError, Outcome, outcome_of_error
 from comfy_tpu.jobs.request import DEFAULT_MODEL, PER_ROW_FIELDS, Request
+from comfy_tpu.jobs.saved_steps import SavedSteps
 from comfy_tpu.jobs.stages import run_stage
 from comfy_tpu.jobs.writing import Row, Writer
 from comfy_tpu.parallel import hosts
@@ -43,6 +44,7 @@ from comfy_tpu.pipeline.second_pass import (
     describe_second_pass,
     read_second_pass,
 )
+from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint
 from comfy_tpu.pipeline.video import VideoPipeline
 
 _TEXTS_MAX = 8
@@ -64,10 +66,13 @@ class Executor:
         on_outcome: Callable[[Outcome], None],
         on_progress: ProgressCallback = ignore_progress,
         learns_colours: bool = False,
+        saved_steps: SavedSteps | None = None,
     ) -> None:
         """`batch_size`: the most prompts that share a step; None: as many as there is room for. `learns_colours`:
-        whether the first videos of a model teach the colours of its previews, where its files do not have them."""
+        whether the first videos of a model teach the colours of its previews, where its files do not have them.
+        `saved_steps`: where the steps of jobs are saved, each by itself whatever the batch size; closed by `close`."""
         self._folder = folder
+        self._saved_steps = saved_steps
         self._batch_size = batch_size
         self._on_outcome = on_outcome
         self._on_progress = on_progress
@@ -172,6 +177,8 @@ class Executor:
             self._pipeline.running.unload()
             self._pipeline = None
         self._inputs.close()
+        if self._saved_steps is not None:
+            self._saved_steps.close()
 
     def _open(self, request: Request) -> VideoPipeline:
         if self._pipeline is None or self._model_key != request.model_key:
@@ -201,12 +208,15 @@ class Executor:
         card = pipeline.family.card
         samples = card.starts_from_image and "image" in values
         alone = (
-            samples
+            self._saved_steps is not None
+            or samples
             or card.makes_segments
             or any(name in values for name in ("contact_sheet", "num_videos", "stage", "upscale"))
         )
         most = 1 if alone else self._batch_size or choose_rows(pipeline, settings)
         rows = self._fit_compiled(jobs[0].request.shape_key, min(most, len(jobs)))
+        if self._saved_steps is not None:  # of one job at a time
+            return rows, False
         return rows, runs_beside(pipeline, dataclasses.replace(settings, num_videos=rows * settings.num_videos))
 
     def _fit_compiled(self, shape_key: str, rows: int) -> int:
@@ -373,10 +383,19 @@ class Executor:
         self._thread.jobs = tuple(row.job.id for row in rows)  # without those that failed: a row of latents each
         begun = time.monotonic()
         embeddings = merge_embeddings([row.embeddings for row in padded])
-        latents = pipeline.denoise(embeddings, settings, seeds=seeds)
-        compiled.add(count)
-        if (second := read_second_pass(rows[0].job.request.values)) is not None:  # such a job has its steps alone
-            latents, settings = denoise_again(pipeline, embeddings, latents, settings, second)
+        steps = self._open_steps(rows[0].job)
+        try:
+            latents = pipeline.denoise(embeddings, settings, seeds=seeds, checkpoint=steps)
+            compiled.add(count)
+            if (second := read_second_pass(rows[0].job.request.values)) is not None:  # such a job has its steps alone
+                again = self._open_steps(rows[0].job, "second-pass")
+                latents, settings = denoise_again(pipeline, embeddings, latents, settings, second, again)
+        except NotFiniteError:
+            if self._saved_steps is not None:  # another attempt would go on from what is broken
+                self._saved_steps.remove(rows[0].job.id)
+            raise
+        if steps is not None:
+            rows = [dataclasses.replace(rows[0], resumed_after=steps.resumed_after)]
         for old in list(self._rows_compiled)[:-_SHAPES_MAX]:
             self._rows_compiled.pop(old, None)
         seconds["denoising"] = time.monotonic() - begun
@@ -390,6 +409,9 @@ class Executor:
         self._warm_shape = shape_key
         for row in rows:
             self._open_jobs.pop(row.job.id, None)  # the writer tells their outcome
+
+    def _open_steps(self, job: Job, part: str = "") -> StepCheckpoint | None:
+        return None if self._saved_steps is None else self._saved_steps.open(job.id, part)
 
     def _learn_colours(
         self, pipeline: VideoPipeline, latents: torch.Tensor, frames: Iterator[torch.Tensor]

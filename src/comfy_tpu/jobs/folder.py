@@ -108,7 +108,7 @@ class Folder:
             path = directory / name
             placed.append(OutputFile(name, hash_file(path), path.stat().st_size))
             if self.is_remote:
-                self._upload(path, name)
+                self.upload(path, name)
         return placed
 
     def receive(self, name: str, content: bytes) -> None:
@@ -130,7 +130,7 @@ class Folder:
                 for result in results:
                     file.write(json.dumps(result, ensure_ascii=False) + "\n")
             if self.is_remote:
-                self._upload(path, RESULTS)
+                self.upload(path, RESULTS)
 
     @contextlib.contextmanager
     def open_results(self) -> Iterator[Iterable[bytes]]:
@@ -150,7 +150,35 @@ class Folder:
         with self._system().open(place, "rb") as file:
             yield file
 
-    def _upload(self, path: Path, name: str) -> None:
+    def download(self, name: str, path: Path) -> bool:
+        """Copies a file of a remote directory to a path, and returns whether there is one."""
+        system, place = self._system(), self._place(name)
+        try:
+            if not self._retry(lambda: bool(system.exists(place))):
+                return False
+            self._retry(lambda: system.get_file(place, str(path)))
+        except ComfyTpuError:
+            raise
+        except Exception as error:  # every store raises its own
+            raise ComfyTpuError(
+                f"{self.address}/{name} cannot be fetched ({type(error).__name__}: {error})", field="output"
+            ) from error
+        return True
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes files of our own that may not be there. One that cannot be removed stays, with a warning."""
+        for name in names:
+            try:
+                if self.local is not None:
+                    (self.local / name).unlink(missing_ok=True)
+                else:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._retry(lambda name=name: self._system().rm_file(self._place(name)))  # type: ignore[misc]
+            except Exception as error:  # noqa: BLE001 - every store raises its own
+                logger.warning("%s/%s was not removed (%s: %s)", self.address, name, type(error).__name__, error)
+
+    def upload(self, path: Path, name: str) -> None:
+        """Copies a file into a remote directory."""
         system, place = self._system(), self._place(name)
         with self._upload_errors(name):
             if _protocol(self.address) in _WHOLE_UPLOADS:

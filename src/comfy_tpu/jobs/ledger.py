@@ -355,6 +355,13 @@ class Ledger:
         query = "SELECT 1 FROM jobs WHERE id = ? AND driver = ? AND state IN ('leased', 'running')"
         return self._database.execute(query, (id_, self.token)).fetchone() is not None
 
+    def find_open(self, ids: Iterable[str]) -> dict[str, bool]:
+        """Of those ids that are known here, whether the job is wanted by this run and not done."""
+        query = "SELECT run = ? AND state NOT IN ('done', 'cancelled') FROM jobs WHERE id = ?"
+        with self._lock, ledger_errors(self.path):
+            rows = {each: self._database.execute(query, (self.run, each)).fetchone() for each in ids}
+        return {each: bool(row[0]) for each, row in rows.items() if row is not None}
+
     def counts(self) -> Counts:
         query = "SELECT state, count(*) FROM jobs WHERE run = ? GROUP BY state"
         with self._lock, ledger_errors(self.path):

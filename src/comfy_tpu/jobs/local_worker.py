@@ -17,6 +17,7 @@ from comfy_tpu.jobs.outcome import Outcome
 from comfy_tpu.jobs.preview_rate import PreviewRate
 from comfy_tpu.jobs.ray_actor import HostsPlace
 from comfy_tpu.jobs.request import DEFAULT_MODEL, Request
+from comfy_tpu.jobs.saved_steps import SavedSteps
 from comfy_tpu.jobs.worker_thread import ROWS_MAX, JobExecutor, WorkerThread
 from comfy_tpu.parallel import hosts
 from comfy_tpu.pipeline.progress import ProgressCallback
@@ -37,8 +38,10 @@ class LocalWorker(WorkerThread):
         batch_size: int | None = None,
         name: str = NAME,
         previews: PreviewRate | None = None,
+        checkpoint_every: int | None = None,
     ) -> None:
-        """`batch_size`: the most prompts that share a step; None: as many as there is room for."""
+        """`batch_size`: the most prompts that share a step; None: as many as there is room for. `checkpoint_every`:
+        steps between two saves of a job's steps; None: they are not saved."""
 
         def make(on_outcome: Callable[[Outcome], None], on_progress: ProgressCallback) -> JobExecutor:
             executor = Executor(
@@ -47,15 +50,21 @@ class LocalWorker(WorkerThread):
                 on_outcome=on_outcome,
                 on_progress=on_progress,
                 learns_colours=previews is not None,
+                saved_steps=_open_steps(folder, checkpoint_every),
             )
             return LeadingExecutor(executor) if hosts.host_names() else executor
 
         super().__init__(name, ROWS_MAX if batch_size is None else batch_size, make, previews)
 
 
-def follow(folder: Folder, *, batch_size: int | None) -> None:
+def follow(folder: Folder, *, batch_size: int | None, checkpoint_every: int | None = None) -> None:
     """Carries out the first host's jobs with it, until there are no more. Nothing is written here."""
-    host_executor.follow(Executor(folder, batch_size=batch_size, on_outcome=lambda outcome: None))
+    steps = _open_steps(folder, checkpoint_every)
+    host_executor.follow(Executor(folder, batch_size=batch_size, on_outcome=lambda outcome: None, saved_steps=steps))
+
+
+def _open_steps(folder: Folder, every: int | None) -> SavedSteps | None:
+    return None if every is None else SavedSteps(folder, every)
 
 
 def find_model_facts(request: Request) -> ModelFacts:

@@ -51,6 +51,8 @@ class Outcome:
     cut: str = ""
     """The end of the prompt that exceeded the model's token limit."""
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    resumed_after: int = 0
+    """The steps that an earlier worker had saved."""
     line: int | None = None
     """Of the job file. The driver adds it."""
     output: str = ""

@@ -11,7 +11,10 @@ from comfy_tpu.pipeline.frame_names import FRAME_NAME, number_videos
 
 RESULTS = "results.jsonl"
 OWN_DIRECTORY = ".comfy-tpu"
-"""Inside the batch's directory, for the ledger."""
+"""Inside the batch's directory, for the ledger and saved steps."""
+_STEPS = f"{OWN_DIRECTORY}/steps/"
+_STEPS_SUFFIX = ".safetensors"
+_SECOND_PASS = "second-pass"
 
 _VIDEOS_MAX = 1000
 """More are refused when the job runs."""
@@ -29,6 +32,23 @@ def check_output_name(name: Any, field: str = "output") -> str:
     if path.parts[0] == OWN_DIRECTORY or name == RESULTS:
         raise InvalidValueError(f"{field}={name} is the batch's own; choose another name", field=field)
     return path.as_posix() + ("/" if name.endswith("/") else "")
+
+
+def steps_name(id_: str, part: str = "") -> str:
+    """The name of the file that the steps of a job are saved to. `part`: empty, or `second-pass`."""
+    return f"{_STEPS}{id_}{f'.{part}' if part else ''}{_STEPS_SUFFIX}"
+
+
+def list_steps_names(id_: str, values: Mapping[str, Any]) -> list[str]:
+    """Of all files that the steps of a job with these values may be saved to."""
+    return [steps_name(id_), *([steps_name(id_, _SECOND_PASS)] if "upscale" in values else [])]
+
+
+def find_steps_job(name: str) -> str | None:
+    """The id of the job whose steps are in the file of this name; None where it is another kind of file."""
+    if not (name.startswith(_STEPS) and name.endswith(_STEPS_SUFFIX)):
+        return None
+    return name.removeprefix(_STEPS).partition(".")[0]
 
 
 def list_other_names(output: str, values: Mapping[str, Any]) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from comfy_tpu.jobs.request import Request
 from comfy_tpu.jobs.worker_thread import ROWS_MAX, WorkerThread
 
 WORKER_MODULE = "comfy_tpu.jobs.local_worker"
-"""Has `Executor`, `find_model_facts` and, for several hosts, `join_hosts`."""
+"""Has `Executor`, `SavedSteps`, `find_model_facts` and, for several hosts, `join_hosts`."""
 
 _GATHER_SECONDS = 0.05
 """For which a report waits for more: short jobs are told together. A worker has its next group meanwhile."""
@@ -52,6 +52,9 @@ class ActorSetup:
     """A directory for temporary files, which the driver removes; None: the machine's."""
     makes_previews: bool = False
     """Of the jobs that the driver says are watched."""
+    checkpoint_every: int | None = None
+    """Steps between two saves of a job's steps, in the batch's directory, which this machine reaches then; None: they
+    are not saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +223,9 @@ class JobActor:
 
     def _start(self) -> WorkerThread:
         executor, size = self._module().Executor, self._setup.batch_size
-        options = {"learns_colours": True} if self._previews is not None else {}
+        options: dict[str, Any] = {"learns_colours": True} if self._previews is not None else {}
+        if (every := self._setup.checkpoint_every) is not None:
+            options["saved_steps"] = self._module().SavedSteps(Folder(self._setup.folder), every)
         return WorkerThread(
             self._setup.name,
             ROWS_MAX if size is None else size,

@@ -87,9 +87,17 @@ class RayWorkers:
         batch_size: int | None,
         report: Callable[[str], None],
         previews: PreviewRate | None = None,
+        checkpoint_every: int | None = None,
     ) -> None:
-        """`report` shows the user a sentence. `previews`: knows which jobs are watched; None: there are none."""
+        """`report` shows the user a sentence. `previews`: knows which jobs are watched; None: there are none.
+        `checkpoint_every`: steps between two saves of a job's steps; None: they are not saved."""
         self._ray = import_ray()
+        if checkpoint_every is not None and config.address is not None and not folder.is_remote:
+            raise InvalidValueError(
+                f"checkpoint_every={checkpoint_every} needs an output that all machines of a cluster reach, and "
+                f"{folder.address} is a directory of this one; give an address such as gs://bucket/videos",
+                field="checkpoint_every",
+            )
         if folder.address.startswith("memory://"):
             raise InvalidValueError(
                 f"output={folder.address} is in the memory of one process; choose a place that all workers reach",
@@ -98,6 +106,7 @@ class RayWorkers:
         self._folder = folder
         self._config = config
         self._batch_size = batch_size
+        self._checkpoint_every = checkpoint_every
         self._report = report
         self._previews = previews
         self._group_size = ROWS_MAX if batch_size is None else batch_size
@@ -332,6 +341,7 @@ class RayWorkers:
             self._config.worker_module,
             self._cluster.scratch,
             makes_previews=previews is not None,
+            checkpoint_every=self._checkpoint_every,
         )
         # Three groups of threads in the actor: jobs are taken in their order, while questions stay open.
         kind = self._ray.remote(concurrency_groups={"give": 1, "ask": 1})(JobActor)

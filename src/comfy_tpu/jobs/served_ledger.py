@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import secrets
 import sqlite3
 import threading
@@ -35,10 +36,10 @@ Kind = Literal["image", "video", "stage"]
 OVER: tuple[State, ...] = ("done", "failed", "cancelled")
 
 
-def new_id(kind: Kind) -> str:
-    """An id that is larger than those before it: a list that is ordered by ids goes on behind one that was deleted
-    meanwhile."""
-    return f"{kind}_{int(time.time() * 1000):012x}{secrets.token_hex(6)}"
+def _moment(id_: str | None) -> int:
+    """The milliseconds in an id; -1 without one, and for one that a damaged ledger has."""
+    digits = (id_ or "").partition("_")[2][:12]
+    return int(digits, 16) if re.fullmatch("[0-9a-f]{12}", digits) else -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +142,13 @@ class ServedLedger(Ledger):
                 (job.id, order.client, order.key, order.body, order.kind, now, order.estimate),
             )
         return job.id
+
+    def new_id(self, kind: Kind) -> str:
+        """An id that is larger than those before it, also where the clock was set back: a list that is ordered by ids
+        goes on behind one that was deleted meanwhile."""
+        last = self._read("SELECT max(id) FROM served WHERE id > ? AND id < ?", (f"{kind}_", f"{kind}`"))[0][0]
+        moment = max(int(time.time() * 1000), _moment(last) + 1)
+        return f"{kind}_{moment:012x}{secrets.token_hex(6)}"
 
     @contextlib.contextmanager
     def _durable(self) -> Iterator[None]:

@@ -37,6 +37,8 @@ class Row:
     metadata: Mapping[str, str]
     factor: int = 1
     """Of its frames per second, where frames are made between those of the model."""
+    resumed_after: int = 0
+    """As in `Outcome`."""
 
 
 @dataclasses.dataclass
@@ -114,7 +116,8 @@ class Writer:
                 continue
             seconds = {**writing.seconds, "total": time.monotonic() - writing.started}
             for row, outputs in zip(writing.rows, placed, strict=True):
-                self._on_outcome(Outcome(row.job.id, "done", outputs, cut=row.embeddings.cut, seconds=seconds))
+                done = Outcome(row.job.id, "done", outputs, cut=row.embeddings.cut, seconds=seconds)
+                self._on_outcome(dataclasses.replace(done, resumed_after=row.resumed_after))
 
     @staticmethod
     def _drain(writing: _Writing) -> bool:

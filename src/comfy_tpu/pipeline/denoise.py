@@ -69,6 +69,12 @@ def denoise_steps(
         if checkpoint is not None:
             checkpoint.stop_if_asked(done, samples, outputs)
 
+    def saving() -> contextlib.AbstractContextManager[None]:
+        """Around reports between two steps, which may cancel the run."""
+        return (
+            contextlib.nullcontext() if checkpoint is None else checkpoint.saving_if_cancelled(done, samples, outputs)
+        )
+
     # Another prompt is other inputs of the same programs.
     prompts = [embeddings.at(index / len(plan)) for index in range(len(plan))]
     left = list(zip(plan, prompts, strict=True))[begin:]
@@ -77,7 +83,9 @@ def denoise_steps(
         steps, (current, *_) = zip(*run, strict=True)
         programs = running.step_programs(number)
         transformer = running.family.denoiser.transformers[number]
-        watched = contextlib.nullcontext() if checkpoint is None else _stopping_while_loading(running, stop_if_asked)
+        watched = (
+            contextlib.nullcontext() if checkpoint is None else _stopping_while_loading(running, saving, stop_if_asked)
+        )
         with watched, running.weights(transformer) as loaded:
             with jax.profiler.TraceAnnotation("prepare prompt"):
                 branches = count_branches(running.family, settings, guided=guided)
@@ -104,7 +112,8 @@ def denoise_steps(
                 if done == 1:  # broken weights show at once: 49 steps later would be minutes
                     check_finite("the first step", {"latents": to_host(samples[0])}, running.dtype_name)
                 preview = functools.partial(_predict_video, samples[1], outputs[0], step.sigma, frames=shown)
-                running.report("denoising", "", done, len(plan), size=size, preview=preview, reused=step.reused)
+                with saving():
+                    running.report("denoising", "", done, len(plan), size=size, preview=preview, reused=step.reused)
                 if checkpoint is not None:
                     checkpoint.after_step(done, samples, outputs)
                 yield samples, outputs
@@ -113,13 +122,18 @@ def denoise_steps(
 
 
 @contextlib.contextmanager
-def _stopping_while_loading(running: RunningModel, stop_if_asked: Callable[[], None]) -> Iterator[None]:
+def _stopping_while_loading(
+    running: RunningModel,
+    saving: Callable[[], contextlib.AbstractContextManager[None]],
+    stop_if_asked: Callable[[], None],
+) -> Iterator[None]:
     """Lets a run be stopped while weights are loaded: 28 GB of a second transformer take longer than the half minute
     that a spot machine has left. Not while a step is computed, which has taken over the state's memory."""
     report = running.on_progress
 
     def report_and_stop(progress: Progress) -> None:
-        report(progress)
+        with saving() if progress.stage == "loading" else contextlib.nullcontext():
+            report(progress)
         if progress.stage == "loading":
             stop_if_asked()
 

@@ -28,6 +28,7 @@ from safetensors.torch import save
 
 from comfy_tpu.bridge import to_host
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError
+from comfy_tpu.families.settings import check_checkpoint_every
 from comfy_tpu.json_input import parse_json
 from comfy_tpu.parallel.hosts import first_host_value, host_names, is_first_host, shared_files
 from comfy_tpu.pipeline import atomic
@@ -75,14 +76,25 @@ def digest_embeddings(embeddings: PromptEmbeddings) -> str:
 class StepCheckpoint:
     """A file that the steps of one run are saved to, every few steps and on SIGTERM, and go on from."""
 
-    def __init__(self, path: Path, every: int, *, report: Callable[[str], None] = logger.info) -> None:
-        """`every`: steps between two saves. `report` gets a sentence where a run goes on, or was stopped."""
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise InvalidValueError(
-                f"checkpoint_every={every} is not a number of steps; give a whole number from 1",
-                field="checkpoint_every",
-            )
+    def __init__(
+        self,
+        path: Path,
+        every: int,
+        *,
+        report: Callable[[str], None] = logger.info,
+        cancelled_by: tuple[type[Exception], ...] = (),
+        shown_path: str = "",
+        upload: Callable[[Path], None] = lambda path: None,
+    ) -> None:
+        """`every`: steps between two saves. `report` gets a sentence where a run goes on, or was stopped.
+        `cancelled_by`: errors of a progress callback that end a run which is to go on later. `shown_path`: what
+        messages call the file; the default is its path. `upload` gets the file after each save; its ComfyTpuError
+        counts as one of the save."""
+        check_checkpoint_every(every)
         self.path = path
+        self._shown_path = shown_path or str(path)
+        self._cancelled_by = cancelled_by
+        self._upload = upload
         self.resumed_after = 0
         """The steps that this run did not have to compute, of all segments."""
         self.segments: list[torch.Tensor] = []
@@ -119,7 +131,7 @@ class StepCheckpoint:
         self._restored = tensors
         self._restored_steps = self._saved_steps = int(metadata["done"])
         self.resumed_after = len(self.segments) * steps + self._restored_steps
-        self._report(f"resumed after step {self.resumed_after} of {self._total}, from {self.path}")
+        self._report(f"resumed after step {self.resumed_after} of {self._total}, from {self._shown_path}")
 
     def restore(self, first: torch.Tensor) -> tuple[int, list[torch.Tensor], list[torch.Tensor]] | None:
         """Steps done, samples and velocities of the segment in which the earlier run was; None: from its first step.
@@ -152,9 +164,21 @@ class StepCheckpoint:
         count = len(self.segments) * self._steps + done
         if done != self._saved_steps and not self._save(done, samples, outputs):
             count -= done - self._saved_steps
-        saved = f"the same command goes on from {self.path}" if count else "nothing was saved yet"
+        saved = f"the same command goes on from {self._shown_path}" if count else "nothing was saved yet"
         self._report(f"stopped after step {count} of {self._total}; {saved}")
         self._signals.deliver()
+
+    @contextlib.contextmanager
+    def saving_if_cancelled(
+        self, done: int, samples: Sequence[jax.Array], outputs: Sequence[jax.Array]
+    ) -> Iterator[None]:
+        """Saves the state where the block, which reports progress, cancels the run. `done`: steps of this segment."""
+        try:
+            yield
+        except self._cancelled_by:
+            if done != self._saved_steps:
+                self._save(done, samples, outputs)
+            raise
 
     def finish_segment(self, latents: torch.Tensor) -> None:
         self.segments.append(latents)
@@ -177,6 +201,7 @@ class StepCheckpoint:
         try:
             with atomic.replacing(self.path, field="checkpoint") as partial:
                 _write(partial, content)
+            self._upload(self.path)
         except ComfyTpuError as error:
             if not self._warned:
                 self._warned = True
@@ -194,9 +219,11 @@ class StepCheckpoint:
             known = {name: value for name, value in metadata.items() if name not in _PROGRESS}
             if known != self._description:
                 what = ", ".join(_differences(known, self._description))
-                logger.warning("%s is of another run (%s), and this one begins at the first step", self.path, what)
+                logger.warning(
+                    "%s is of another run (%s), and this one begins at the first step", self._shown_path, what
+                )
                 return None
-            metadata, tensors = _read(self.path)
+            metadata, tensors = _read(self.path, self._shown_path)
             self._check_state(metadata, tensors)
         except CheckpointError as error:
             logger.warning("%s, so this run begins at the first step and replaces it", error)
@@ -208,20 +235,20 @@ class StepCheckpoint:
             segment, done = int(metadata["segment"]), int(metadata["done"])
             is_whole = metadata["digest"] == _digest(tensors)
         except (KeyError, ValueError) as error:
-            raise CheckpointError(f"{self.path} is damaged ({error!r})") from error
+            raise CheckpointError(f"{self._shown_path} is damaged ({error!r})") from error
         counts = [len(_numbered(tensors, name)) for name in ("segments", "samples", "outputs")]
         if not is_whole or counts[0] != segment or not all(counts[1:]) or not 1 <= done <= self._steps:
-            raise CheckpointError(f"{self.path} is damaged")
+            raise CheckpointError(f"{self._shown_path} is damaged")
 
     def _read_metadata(self) -> dict[str, str]:
         """Empty where there is no file."""
         if not self.path.exists():
             return {}
-        metadata = _open(self.path, lambda file: file.metadata() or {})
+        metadata = _open(self.path, lambda file: file.metadata() or {}, self._shown_path)
         if metadata.get("artifact") != STAGE:
             raise InvalidValueError(
-                f"checkpoint={self.path} would be replaced, and is not one of comfy-tpu's; move it away, or choose "
-                "another output",
+                f"checkpoint={self._shown_path} would be replaced, and is not one of comfy-tpu's; move it away, or "
+                "choose another output",
                 field="checkpoint",
             )
         return dict(metadata)
@@ -246,20 +273,20 @@ def _read_settings(text: str) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+def _read(path: Path, shown: str = "") -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     def read(file: Any) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
         # Copies: the next save replaces the file that they would stay mapped to.
         return dict(file.metadata() or {}), {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
 
-    return _open(path, read)
+    return _open(path, read, shown)
 
 
-def _open(path: Path, read: Callable[[Any], Any]) -> Any:
+def _open(path: Path, read: Callable[[Any], Any], shown: str) -> Any:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return read(file)
     except SAFETENSORS_ERRORS as error:
-        raise CheckpointError(f"{path} is damaged ({error})") from error
+        raise CheckpointError(f"{shown or path} is damaged ({error})") from error
 
 
 def _write(path: Path, content: bytes) -> None:

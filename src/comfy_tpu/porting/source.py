@@ -79,6 +79,8 @@ class Module:
             ) from None
         except ValueError as error:
             raise InvalidValueError(f"{path} is not Python ({error}); give a text file") from None
+        except (MemoryError, RecursionError):  # of the parser, for about 6000 levels: not of the machine
+            raise InvalidValueError(f"{path} is nested too deeply for Python; write it with fewer levels") from None
         self.definitions: dict[str, Definition] = {}
         self.imports: dict[str, str] = {}
         """Dotted names by local name: {"F": "torch.nn.functional"}."""
@@ -171,12 +173,18 @@ class Package:
         finally:
             module.stars = stars
 
+    @functools.cached_property
+    def _texts(self) -> list[tuple[Path, str]]:
+        """All files. Those of diffusers have 28 MB, and take a third of a second to read."""
+        paths = sorted(self.root.rglob("*.py"))
+        return [(path, path.read_text(encoding="utf-8", errors="replace")) for path in paths]
+
     def find_class(self, name: str) -> Definition | None:
         """The first class of this name in the package; only files with the name are parsed."""
         if not name.isidentifier():  # an empty one is in every file
             return None
-        for path in sorted(self.root.rglob("*.py")):
-            if f"class {name}" in path.read_text(encoding="utf-8", errors="replace"):
+        for path, text in self._texts:
+            if f"class {name}" in text:
                 definition = self.module(path).definitions.get(name)
                 if definition is not None and definition.is_class:
                     return definition

@@ -22,7 +22,7 @@ from comfy_tpu.jobs.ledger import LedgerError, NewJob, OutputFile
 from comfy_tpu.jobs.outcome import Event, Outcome
 from comfy_tpu.jobs.preview_rate import PreviewRate
 from comfy_tpu.jobs.request import Request
-from comfy_tpu.jobs.served_ledger import OVER, Kind, Order, Record, ServedLedger, new_id
+from comfy_tpu.jobs.served_ledger import OVER, Kind, Order, Record, ServedLedger
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.serving.activity import PREPARATIONS, Activity
 from comfy_tpu.serving.admission import Admission
@@ -196,7 +196,7 @@ class Service:
         estimate = self._admission.admit(model.name, model.card, _settings(request, model))
         order = dataclasses.replace(order, estimate=estimate)
         # After the plan, which may take seconds: ids are in the order in which jobs are accepted.
-        id_ = new_id(kind)
+        id_ = self.ledger.new_id(kind)
         places = {upload: self.inputs / f"{id_}-{number}" for number, upload in enumerate(uploads)}
         media = {
             name: [str(places[upload]) for upload in given] for name, given in sort_uploads(model.card, uploads).items()

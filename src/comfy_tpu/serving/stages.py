@@ -22,7 +22,7 @@ from comfy_tpu.families.presets import find_preset
 from comfy_tpu.families.settings import check_prompt, check_settings, guidance_scales
 from comfy_tpu.jobs import request as jobs_request
 from comfy_tpu.jobs.ledger import NewJob
-from comfy_tpu.jobs.served_ledger import OVER, Order, Record, new_id
+from comfy_tpu.jobs.served_ledger import OVER, Order, Record
 from comfy_tpu.serving import schema
 from comfy_tpu.serving.answers import STATUS
 from comfy_tpu.serving.config import Limits
@@ -68,7 +68,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.post(f"{PATH}/{{stage}}", openapi_extra=schema.stage_body(), responses=schema.answer(schema.STAGE))
     async def create(stage: str, request: Request) -> dict[str, Any]:
-        id_, key = new_id("stage"), request.headers.get("idempotency-key") or None
+        id_ = await run_in_threadpool(service.ledger.new_id, "stage")
+        key = request.headers.get("idempotency-key") or None
         if key is not None and len(key) > 255:
             raise InvalidValueError("the idempotency key has more than 255 characters; choose a shorter one")
         path = service.inputs / f"{id_}-input"
