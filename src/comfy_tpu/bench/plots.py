@@ -9,6 +9,8 @@ import dataclasses
 import importlib.util
 import io
 import math
+import re
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS = ("#1a73e8", "#9aa0a6", "#f29900", "#188038", "#d93025", "#9334e6")
+_NOT_IN_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 _STYLE = {"svg.hashsalt": "comfy-tpu", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
 """Text stays text, and ids do not depend on the time."""
 _CURVES = {
@@ -119,8 +122,12 @@ def draw_curves(title: str, x_title: str, y_title: str, series: Sequence[Series]
 
 def _svg(figure: Figure) -> str:
     text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+    with warnings.catch_warnings():
+        # Names come from files, in any script. Text stays text, so that the reader's own fonts show them.
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from font")
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    lines = _NOT_IN_XML.sub("", text.getvalue()).splitlines()
+    return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def _colour(index: int) -> str:

@@ -4,6 +4,7 @@ the JSON of runs alone."""
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -93,6 +94,8 @@ def draw_peers(title: str, rows: Iterable[tuple[Run, Row]]) -> str:
 
 
 _PEERS = "peers"
+_SLUG_MAX = 120
+"""Characters: a file's name may have 255 bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +129,10 @@ class Chapter:
     @property
     def slug(self) -> str:
         words = f"{self.device} {self.model.rpartition('/')[2]} {self.dtype} {self.mesh}"
-        return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
+        slug = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
+        if len(slug) <= _SLUG_MAX:
+            return slug
+        return f"{slug[:_SLUG_MAX]}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
 
     def draw(self, runs: Sequence[Run]) -> dict[str, str]:
         """The plots by what they show: the peers, if any were measured, and the cost against this or that. Their words
