@@ -130,7 +130,7 @@ class _MallocInfo(ctypes.Structure):
     """glibc's struct mallinfo2."""
 
     _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-    _fields_ = [(name, ctypes.c_size_t) for name in _names]  # noqa: RUF012 - ctypes' form
+    _fields_ = [(name, ctypes.c_size_t) for name in _names]
 
 
 @PromptServer.instance.routes.get("/probe/memory")
