@@ -84,8 +84,10 @@ def test_what_cudnn_takes(with_cudnn: None, change: dict[str, Any], expected: st
         ({"head_dim": 256, "value_dim": 256}, "cudnn"),
         ({"head_dim": 96, "value_dim": 96}, "cudnn"),
         ({"band": Band(None, 0)}, "cudnn"),
-        ({"key_mask": "bool"}, "cudnn"),
-        ({"has_lengths": True}, "cudnn"),
+        ({"key_mask": "bool"}, "hopper"),
+        ({"has_lengths": True}, "hopper"),
+        ({"has_lengths": True, "band": Band(None, 0)}, "cudnn"),
+        ({"key_mask": "float"}, "chunked"),
         ({"dtype": jnp.float32}, "chunked"),
     ],
 )

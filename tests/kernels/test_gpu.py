@@ -10,7 +10,7 @@ import pytest
 
 from comfy_tpu.config import AttentionConfig
 from comfy_tpu.errors import MeshError
-from comfy_tpu.kernels import attention
+from comfy_tpu.kernels import attention, joint_attention
 from comfy_tpu.kernels.choice import Call, hopper_refusal
 from comfy_tpu.kernels.hopper import hopper_attention
 from comfy_tpu.kernels.int8_scores import round_to_int8
@@ -69,13 +69,27 @@ HOPPER = {
     "scores that need a maximum": Case(head_dim=128, value_dim=128, queries=300, keys=300, scale=8.0),
     "a scale below zero": Case(head_dim=128, value_dim=128, queries=300, keys=300, scale=-0.1),
 }
+HOPPER_HIDDEN = {
+    "lengths": Case(head_dim=128, value_dim=128, queries=1000, keys=777, lengths=(576, 600)),
+    "lengths of one tile and less": Case(head_dim=128, value_dim=128, queries=300, keys=777, lengths=(192, 3)),
+    "lengths beyond the keys": Case(head_dim=64, value_dim=64, queries=257, keys=4099, lengths=(5000, 4098)),
+    "no keys at all": Case(head_dim=128, value_dim=128, queries=300, keys=777, lengths=(0, 40)),
+    "lengths, scores that need a maximum": Case(
+        head_dim=128, value_dim=128, queries=300, keys=777, lengths=(0, 700), scale=8.0
+    ),
+    "key mask": Case(head_dim=128, value_dim=128, queries=300, keys=777, mask=(2, 1, 1, 777)),
+    "gqa, key mask and lengths": Case(
+        heads=8, kv_heads=2, head_dim=128, value_dim=128, queries=130, keys=500, mask=(2, 1, 1, 500), lengths=(333, 500)
+    ),
+}
 
 
-@pytest.mark.parametrize("name", HOPPER)
+@pytest.mark.parametrize("name", HOPPER | HOPPER_HIDDEN)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (jnp.float16, 4e-3)], ids=["bf16", "f16"])
 def test_our_hopper_kernel_matches_torch(hopper: Placement, name: str, dtype: object, tolerance: float) -> None:
     config = AttentionConfig(implementation="hopper")
-    assert relative_error(*run(HOPPER[name], config, hopper, dtype=dtype)) <= tolerance
+    case = (HOPPER | HOPPER_HIDDEN)[name]
+    assert relative_error(*run(case, config, hopper, dtype=dtype)) <= tolerance
 
 
 @pytest.mark.parametrize("name", HOPPER)
@@ -101,3 +115,19 @@ def test_our_hopper_kernel_multiplies_8_bits(name: str, dtype: Any, tolerance: f
         )
     out = jax.jit(functools.partial(hopper_attention, scale=scale, int8_scores=True))(query, key, value)
     assert relative_error(np.asarray(out, np.float32), np.asarray(expected)) <= tolerance
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+def test_our_hopper_kernel_passes_over_blocks_of_padding(hopper: Placement, dtype: Any) -> None:
+    """An image of 600 tokens and a text of 300, of which one row has 5 and the other none: blocks have 128 rows."""
+    case = Case(head_dim=128, value_dim=128, queries=900, keys=900, lengths=(605, 600))
+    inputs = case.inputs()
+    arrays = [jnp.asarray(inputs[name], dtype) for name in ("query", "key", "value")]
+    image, text = ([array[:, :, part] for array in arrays] for part in (slice(600), slice(600, None)))
+    config, lengths = AttentionConfig(implementation="hopper"), jnp.array(case.lengths)
+    attend = functools.partial(joint_attention, placement=hopper, config=config, kv_lengths=lengths)
+    got = np.concatenate([np.asarray(part, np.float32) for part in jax.jit(attend)(image, text)], axis=2)
+    expected = case.expected(dict(zip(("query", "key", "value"), arrays, strict=True)))
+    for row, length in enumerate(case.lengths or ()):
+        assert relative_error(got[row, :, :length], expected[row, :, :length]) <= 2e-2
+        assert not got[row, :, 640:].any()

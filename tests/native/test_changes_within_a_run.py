@@ -30,7 +30,7 @@ def hook(module):
         handle.remove()
 
 
-@some_architectures("SDXL", "Flux.1")
+@some_architectures("SDXL", "Flux.1", "Qwen-Image")
 @pytest.mark.parametrize("change", [scaled_weight, hook])
 def test_a_change_between_two_steps(comfyui, architecture, change):
     from tests.native.sampling import relative_error, sample
@@ -60,3 +60,18 @@ def test_a_change_between_two_steps(comfyui, architecture, change):
     compiled = compile_model(plain)
     assert relative_error(expected, sample_with_change(compiled)) < TOLERANCE
     assert relative_error(unchanged, sample(compiled, architecture, steps=3)) < TOLERANCE
+
+
+@some_architectures("Qwen-Image")
+def test_prompts_that_run_one_after_the_other_are_searched_for_changes_once(comfyui, architecture, monkeypatch):
+    """And behind the first: the devices have work while the host looks, and get more before that is done."""
+    from comfy_tpu.compiler.host_weights import WeightChangeDetector
+    from comfy_tpu.compiler.program import Program
+    from tests.native.sampling import sample
+
+    found, done = WeightChangeDetector.find_changed, []
+    call = Program.__call__
+    monkeypatch.setattr(WeightChangeDetector, "find_changed", lambda *args: done.append("search") or found(*args))
+    monkeypatch.setattr(Program, "__call__", lambda *args, **inputs: done.append("run") or call(*args, **inputs))
+    sample(models(architecture).compiled, architecture, steps=3)
+    assert done[-6:] == ["run", "search", "run"] * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from comfy_tpu.bench.job import SMALL_MODEL
@@ -92,6 +92,9 @@ def draw_peers(title: str, rows: Iterable[tuple[Run, Row]]) -> str:
     return draw_bars(f"{title}: seconds, less is better", bars)
 
 
+_PEERS = "peers"
+
+
 @dataclasses.dataclass(frozen=True)
 class Chapter:
     """Runs of one kind of device with one model and mesh."""
@@ -125,28 +128,36 @@ class Chapter:
         words = f"{self.device} {self.model.rpartition('/')[2]} {self.dtype} {self.mesh}"
         return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
-    def format(self, runs: Sequence[Run], stem: str, texts: PageTexts = ENGLISH) -> tuple[str, dict[str, str]]:
-        """The text, and its plots by file name, whose words are English. `stem`: of the page's name."""
-        lines, plots = [f"## {self.translated_title(texts)}", "", _machine_line(runs[-1], texts), ""], {}
+    def draw(self, runs: Sequence[Run]) -> dict[str, str]:
+        """The plots by what they show: the peers, if any were measured, and the cost against this or that. Their words
+        are English in every language."""
         found = {part: latest_rows(runs, part) for part in TITLES}
+        plots = {}
         if any(row.samples for part in found for _, row in found[part] if part != "scaling"):
-            name = f"{stem}-{self.slug}.svg"
-            plots[name] = draw_peers(self.title, [one for rows in found.values() for one in rows])
-            lines += [f"![{texts.translate('seconds by peer')}]({name})", ""]
+            plots[_PEERS] = draw_peers(self.title, [one for rows in found.values() for one in rows])
+        return plots | draw_scaling([*found["scaling"], *found["transformer"]])
+
+    def plot_name(self, stem: str, shown: str) -> str:
+        """The name of a plot's file. `stem`: of the page's name."""
+        return f"{stem}-{self.slug}.svg" if shown == _PEERS else f"{stem}-{self.slug}-{shown}.svg"
+
+    def format(self, runs: Sequence[Run], stem: str, plots: Collection[str], texts: PageTexts = ENGLISH) -> str:
+        """The text. `plots`: what the plots of these runs show."""
+        lines = [f"## {self.translated_title(texts)}", "", _machine_line(runs[-1], texts), ""]
+        found = {part: latest_rows(runs, part) for part in TITLES}
+        if _PEERS in plots:
+            lines += [f"![{texts.translate('seconds by peer')}]({self.plot_name(stem, _PEERS)})", ""]
         for part, title in TITLES.items():
             if found[part]:
                 lines += [f"### {texts.translate(title)}", "", make_table(found[part], texts), ""]
-        forwards = [*found["scaling"], *found["transformer"]]
-        for against, text in draw_scaling(forwards).items():
-            name = f"{stem}-{self.slug}-{against}.svg"
-            plots[name] = text
+        for against in (shown for shown in plots if shown != _PEERS):
             shown = texts.translate("cost against {against}").format(against=texts.translate(against))
-            lines += [f"![{shown}]({name})", ""]
-        if table := exponent_table(forwards, texts):
+            lines += [f"![{shown}]({self.plot_name(stem, against)})", ""]
+        if table := exponent_table([*found["scaling"], *found["transformer"]], texts):
             lines += [table, ""]
         used = [run for run in runs if any(run is one for rows in found.values() for one, _ in rows)]
         lines += [f"### {texts.translate('Runs')}", "", _runs_table(used, texts), ""]
-        return "\n".join(lines), plots
+        return "\n".join(lines)
 
 
 def write_page(files: Sequence[Path], output: Path, languages: Sequence[Language] = ("en",)) -> list[Path]:
@@ -177,14 +188,13 @@ def write_page(files: Sequence[Path], output: Path, languages: Sequence[Language
 def _format_pages(pages: Mapping[Path, PageTexts], runs: Sequence[Run], output: Path) -> dict[Path, str]:
     written = dict.fromkeys(pages, "")
     chapters = dict.fromkeys(map(Chapter.find, sorted(runs, key=lambda run: run.model.startswith(SMALL_MODEL))))
+    runs_of = {chapter: [run for run in runs if Chapter.find(run) == chapter] for chapter in chapters}
+    plots = {chapter: chapter.draw(own) for chapter, own in runs_of.items()}
     for page, texts in pages.items():
-        parts = [_head(page, pages), format_figures(texts.figures)]
-        for chapter in chapters:
-            own = [run for run in runs if Chapter.find(run) == chapter]
-            text, plots = chapter.format(own, output.stem, texts)
-            parts.append(text)
-            written |= {output.with_name(name): plot for name, plot in plots.items()}
-        written[page] = "\n".join(parts)
+        parts = [chapter.format(own, output.stem, plots[chapter], texts) for chapter, own in runs_of.items()]
+        written[page] = "\n".join([_head(page, pages), format_figures(texts.figures), *parts])
+    for chapter, drawn in plots.items():
+        written |= {output.with_name(chapter.plot_name(output.stem, shown)): plot for shown, plot in drawn.items()}
     return written
 
 

@@ -3,6 +3,7 @@
 from comfy_tpu.bridge.boundary import alias_torch_tensor, check_host_data, is_on_one_gpu, to_device, to_host
 from comfy_tpu.bridge.calls import call_function, call_module
 from comfy_tpu.bridge.constraints import constrain
+from comfy_tpu.bridge.handover import GpuHandover
 from comfy_tpu.bridge.joint import joint_attention, video_attention
 from comfy_tpu.bridge.layers import (
     BlockCall,
@@ -25,6 +26,7 @@ from comfy_tpu.bridge.skeleton import build_skeleton, skeleton_limits, weight_sh
 
 __all__ = [
     "BlockCall",
+    "GpuHandover",
     "StackedLayers",
     "TraceContext",
     "alias_torch_tensor",

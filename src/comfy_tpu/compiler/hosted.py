@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import torch
 
-from comfy_tpu.bridge import to_host, weight_shapes
+from comfy_tpu.bridge import GpuHandover, to_host, weight_shapes
 from comfy_tpu.bridge.failures import model_code_errors
 from comfy_tpu.bridge.model_source import raising_line
 from comfy_tpu.compiler.component import Component, ComponentSpec
@@ -39,6 +39,7 @@ from comfy_tpu.errors import (
     StackingError,
     TraceError,
     UnsupportedError,
+    device_errors,
     see,
 )
 from comfy_tpu.parallel.constraints import Axes
@@ -54,6 +55,7 @@ Function = Callable[..., Any]
 """(skeleton, *args, **kwargs) -> tensors: the function to run."""
 
 _numbers = itertools.count()
+_HOST = torch.device("cpu")
 
 
 class HostedModule:
@@ -94,6 +96,7 @@ class HostedModule:
         self._lock = threading.RLock()
         self._change_detector = WeightChangeDetector()
         self._programs: dict[tuple[Function, Axes], Program] = {}
+        self._handover = GpuHandover()
         self._tables = tables
         self._prepare = prepare
         self._varying = varying
@@ -128,26 +131,37 @@ class HostedModule:
         *args: Any,
         axes: Axes = ("dp",),
         fetch: bool = True,
+        device: torch.device = _HOST,
         meanwhile: Callable[[], None] | None = None,
+        is_checked: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Returns the results as host tensors; `axes`: how the tensors among the arguments are split over the mesh.
+        """Returns the results as tensors on `device`; `axes`: how the tensors among the arguments are split.
 
         Equal functions share programs. A function may have an attribute `varying`, which replaces the module's.
 
         With `fetch=False` results stay on the devices, as arrays that may be arguments of another call.
 
         `meanwhile`: called while the devices compute, and so is the search for changed weights, which are expected to
-        be as they were; if some are not, it is computed again. What it raises is raised.
+        be as they were; if some are not, it is computed again. What it raises is raised. `is_checked`: the weights were
+        searched in a call just before, and are not again.
+
+        On a GPU that is also ours this returns before the results are computed: what torch does with them waits.
         """
         tensors, structure = _flatten_args((args, kwargs))
+        run = functools.partial(self._run, function, axes, tensors, structure, meanwhile, is_checked)
         try:
-            results = self._run(function, axes, tensors, structure, meanwhile)
+            results, inputs = run()
         except StackingError as error:
             logger.info("%s is not stacked: %s", self.name, error)
             self._unstack()
-            results = self._run(function, axes, tensors, structure, meanwhile)
-        return to_host(results) if fetch else results
+            results, inputs = run()
+        if not fetch:
+            return results
+        if self._handover.is_for(results, device):
+            with self._lock:
+                return self._handover.take(results, device, inputs)
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), to_host(results))
 
     def _run(
         self,
@@ -156,17 +170,22 @@ class HostedModule:
         tensors: list[Any],
         structure: _Structure,
         meanwhile: Callable[[], None] | None,
-    ) -> Any:
+        is_checked: bool,
+    ) -> tuple[Any, list[jax.Array]]:
+        """The results, and the inputs on the devices."""
         with self._weights() as (module, weights):
             program = self._program(function, axes)
+            with device_errors(self.name):
+                inputs: list[jax.Array] = program.place("tensors", tensors)
             results = None
+            if meanwhile is not None or is_checked:
+                results = program(weights, tensors=inputs, structure=structure)  # returns before it is computed
             if meanwhile is not None:
-                results = program(weights, tensors=tensors, structure=structure)  # returns before it is computed
                 meanwhile()
-            if changed := self._change_detector.find_changed(module):
+            if not is_checked and (changed := self._change_detector.find_changed(module)):
                 results = None
                 self._update(module, weights, changed)
-            return results if results is not None else program(weights, tensors=tensors, structure=structure)
+            return results if results is not None else program(weights, tensors=inputs, structure=structure), inputs
 
     def _unstack(self) -> None:
         """Builds the component without stacked blocks, for a module that does not only call its blocks."""

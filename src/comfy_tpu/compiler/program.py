@@ -137,7 +137,7 @@ class DeviceProgram(abc.ABC):
     def __call__(self, weights: Mapping[str, jax.Array], /, **inputs: Any) -> Any:
         """The outputs, as jax arrays still on the devices."""
         with device_errors(self.name):
-            placed = {name: self._place(name, value) for name, value in inputs.items()}
+            placed = {name: self.place(name, value) for name, value in inputs.items()}
         static, kept, donated = self._split(placed)
         executable = self._executable(static, dict(weights), kept, donated)
         with device_errors(self.name):
@@ -200,7 +200,8 @@ class DeviceProgram(abc.ABC):
             return None
         return placement.sharding(*even_spec(self._input_axes.get(name, ()), shape, placement))
 
-    def _place(self, name: str, value: Any) -> Any:
+    def place(self, name: str, value: Any) -> Any:
+        """An input on the devices, as a call would put it there."""
         if name in self._static:
             return value
 

@@ -157,9 +157,12 @@ def hopper_refusal(call: Call, platform: Platform, chip: str, sharded: Strategy 
     if call.head_dim != call.value_dim or call.head_dim not in (64, 128):
         return f"head_dim is {call.head_dim} (values {call.value_dim}); expected 64 or 128 for both"
     if call.tiles is not None:
-        return "it sees every key; windows of tiles are for splash and chunked, choose auto"
-    if call.dense_mask or call.key_mask != "none" or call.has_lengths or not call.band.is_full:
-        return "it sees every key: masks, lengths and windows are for cudnn"
+        return "it has no windows of tiles, which are for splash and chunked; choose auto"
+    if call.dense_mask or call.key_mask == "float" or not call.band.is_full:
+        return (
+            "it hides keys from all queries or from none: pass kv_lengths, or a bool mask of shape [B, 1, 1, Lk]; "
+            "is_causal and windows are for cudnn, other masks for chunked"
+        )
     if sharded == "ring":
         return 'it gives no log-sum-exps, which a ring needs; choose sequence_parallel="ulysses"'
     return None

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from comfy_tpu.kernels.masking import Masking
+from comfy_tpu.kernels.masking import Masking, show_first
 
 
 def is_installed() -> bool:
@@ -23,16 +23,8 @@ def is_installed() -> bool:
 
 def cudnn_attention(query: Array, key: Array, value: Array, masking: Masking, *, scale: float) -> Array:
     """[B, Hq, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, D] -> [B, Hq, Lq, D]. choice.py lists the calls that it takes."""
-    lengths = masking.lengths
-    if lengths is not None:
-        lengths = jnp.clip(lengths, 0, key.shape[2]).astype(jnp.int32)
-    if masking.keys is not None:
-        # cuDNN knows lengths, and otherwise only a score-sized bias. Without a band the order of keys does not matter,
-        # so the visible ones go first and the mask becomes a length.
-        visible = masking.keys if lengths is None else masking.keys & (jnp.arange(key.shape[2]) < lengths[:, None])
-        order = jnp.argsort(~visible, axis=1, stable=True)[:, None, :, None]
-        key, value = (jnp.take_along_axis(array, order, axis=2) for array in (key, value))
-        lengths = jnp.sum(visible, axis=1).astype(jnp.int32)
+    # cuDNN knows lengths, and otherwise only a score-sized bias.
+    key, value, lengths = show_first(key, value, masking)
     band = masking.band
     out = jax.nn.dot_product_attention(
         query.swapaxes(1, 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from comfy_tpu.kernels.chunked import chunked_attention
 from comfy_tpu.kernels.cudnn import cudnn_attention
 from comfy_tpu.kernels.hopper import hopper_attention
 from comfy_tpu.kernels.int8_scores import round_to_int8
-from comfy_tpu.kernels.masking import Masking, make_band, split_mask
+from comfy_tpu.kernels.masking import Masking, make_band, show_first, split_mask
 from comfy_tpu.kernels.sharded import attention_over_mesh, joint_attention_over_mesh
 from comfy_tpu.kernels.splash import splash_attention
 from comfy_tpu.kernels.tiled import chunked_tiles, splash_tiles
@@ -45,13 +46,15 @@ def attention(
     window: tuple[int, int] | None = None,
     kv_lengths: Int[Array, " batch"] | None = None,
     tiles: TileSchedule | None = None,
+    queries_end: bool = False,
 ) -> Float[Array, "batch heads queries value_dim"]:
     """softmax(query · keyᵀ · scale + mask) · value, as torch.nn.functional.scaled_dot_product_attention.
 
     Beyond torch: `window=(left, right)` lets query i see keys i - left … i + right only, and `kv_lengths` hides each
     sequence's keys from its length on. Both combine with everything else; rows without any visible key are zeros.
     `tiles` limits self-attention among the first `tiles.tokens` tokens to neighbouring tiles, and combines with
-    `kv_lengths` only; the tokens after those see and are seen by all.
+    `kv_lengths` only; the tokens after those see and are seen by all. `queries_end`: queries from `kv_lengths` on are
+    padding as their keys are, and their results, which nobody uses, may be zeros.
 
     `placement` None: one device, plain JAX. Otherwise arrays are those of the whole mesh (dp: batch, tp: heads,
     sp: sequence), sharded or not. Inference only: kernels have no backward pass.
@@ -114,7 +117,7 @@ def attention(
         int8_scores=has_int8_scores(call, config, sharded=sharded),
     )
     if placement is None or sizes.device_count == 1:
-        return local(query, key, value, masking, partial=False)[0]
+        return local(query, key, value, dataclasses.replace(masking, queries_end=queries_end), partial=False)[0]
     return attention_over_mesh(query, key, value, masking, placement=placement, strategy=strategy, local=local)
 
 
@@ -129,8 +132,9 @@ def joint_attention(
 ) -> tuple[Float[Array, "batch heads tokens head_dim"], Float[Array, "batch heads others head_dim"]]:
     """Attention over two sequences, (query, key, value) each, as if the second were appended to the first.
 
-    `kv_lengths` counts keys of both. Returns the results of each: a video and its text never need to be one array that
-    is split over the mesh. `tiles` limits attention among the tokens of the first.
+    `kv_lengths` counts keys of both; tokens beyond are padding, and their results may be zeros. Returns the results of
+    each: a video and its text never need to be one array that is split over the mesh. `tiles` limits attention among
+    the tokens of the first.
     """
     count, more = first[0].shape[2], second[0].shape[2]
     batch, heads, _, head_dim = first[0].shape
@@ -149,7 +153,9 @@ def joint_attention(
     strategy = choose_strategy(call, platform, sizes, config)
     if placement is None or sizes.sp == 1 or strategy != "ulysses":
         joined = (jnp.concatenate(pair, axis=2) for pair in zip(first, second, strict=True))
-        out = attention(*joined, placement=placement, config=config, kv_lengths=kv_lengths, tiles=tiles)
+        out = attention(
+            *joined, placement=placement, config=config, kv_lengths=kv_lengths, tiles=tiles, queries_end=True
+        )
         return out[:, :, :count], out[:, :, count:]
     implementation = choose_implementation(call, platform, placement.chip, config, sharded=strategy)
 
@@ -229,7 +235,11 @@ def _local(
             smooth_keys=config.smooth_keys,
         )
     if implementation == "hopper":
-        return hopper_attention(query, key, value, scale=scale, int8_scores=int8_scores), None
+        key, value, lengths = show_first(key, value, masking)
+        ends = masking.queries_end and masking.keys is None and lengths is not None
+        return hopper_attention(
+            query, key, value, scale=scale, lengths=lengths, queries_end=ends, int8_scores=int8_scores
+        ), None
     if implementation == "cudnn":
         return cudnn_attention(query, key, value, masking, scale=scale), None
     out, logsumexp = chunked_attention(query, key, value, masking, scale=scale, single_chunk=implementation == "dense")

@@ -1,12 +1,12 @@
-"""NVIDIA Hopper: flash attention in Pallas (Mosaic GPU), for long sequences without masks.
+"""NVIDIA Hopper: flash attention in Pallas (Mosaic GPU), for long sequences that see every key, or the first ones.
 
 The plan is FlashAttention-3's. A block of threads owns some query rows. One warpgroup fetches keys and values into a
 ring in shared memory; two others compute, each on its own rows, and take turns: while one is at the softmax, the other
 has the tensor cores.
 
 JAX has such a kernel (jax.experimental.pallas.ops.gpu.attention_mgpu), for float16 in effect (its buffers are, whatever
-the inputs), lengths that divide by its tiles, and scores that are scaled before. This one takes bfloat16, any length
-and a scale.
+the inputs), lengths that divide by its tiles, and scores that are scaled before. This one takes bfloat16, any length,
+also one that only the device knows, and a scale.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ SAFE_EXPONENT = 80.0
 of 2⁻⁸⁰ is as exact as one of 1, and 10⁶ shares of 2⁸⁰ are still a number. The softmax then has no maxima to find and
 nothing to scale anew, which are a third of its work."""
 
+_SMALLEST_WEIGHT = 2.0**-120
+"""Below any sum of shares: the total of a sequence without keys, which is 0, is divided by it."""
+
 
 def is_installed() -> bool:
     """Whether Pallas can build a kernel for GPUs here. Its import wants absl, which jax does not bring."""
@@ -54,11 +57,22 @@ def is_installed() -> bool:
 
 
 def hopper_attention(
-    query: Array, key: Array, value: Array, *, scale: float, int8_scores: bool = False, tile: Tile = TILE
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    scale: float,
+    lengths: Array | None = None,
+    queries_end: bool = False,
+    int8_scores: bool = False,
+    tile: Tile = TILE,
 ) -> Array:
     """[B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, D] -> [B, H, Lq, D]. choice.py lists the calls that it takes.
 
-    `int8_scores`: queries and keys meet in 8 bits.
+    `lengths`, int32 [B]: keys from here on are hidden; tiles of hidden keys are not read. A sequence without keys is
+    zeros. `queries_end`: queries from there on are padding, too, and blocks of them are zeros.
+
+    `int8_scores`: queries and keys meet in 8 bits, for calls without lengths.
     """
     queries, keys = query.shape[2], key.shape[2]
     q, k, v = (_pad_rows(array.swapaxes(1, 2)) for array in (query, key, value))
@@ -73,7 +87,10 @@ def hopper_attention(
         (q, k), scales = (each.numbers for each in blocks), (blocks[0].scales * scale, blocks[1].scales)
         scale = 1.0
     flag = is_small.astype(jnp.int32).reshape(1)
-    out = _attention(flag, q, k, v, scales, keys=keys, scale=scale, tile=tile, may_be_small=may_be_small)
+    if lengths is not None:
+        lengths = jnp.clip(lengths, 0, keys).astype(jnp.int32)
+    options = {"keys": keys, "scale": scale, "tile": tile, "may_be_small": may_be_small, "queries_end": queries_end}
+    out = _attention(flag, q, k, v, lengths, scales, **options)
     return out[:, :queries].swapaxes(1, 2)
 
 
@@ -92,28 +109,38 @@ def _pad_rows(array: Array) -> Array:
     return jnp.pad(array, ((0, 0), (0, fill), (0, 0), (0, 0))) if fill else array
 
 
-@functools.partial(jax.jit, static_argnames=("keys", "scale", "tile", "may_be_small"))
+@functools.partial(jax.jit, static_argnames=("keys", "scale", "tile", "may_be_small", "queries_end"))
 def _attention(
     is_small: Array,
     q: Array,
     k: Array,
     v: Array,
+    lengths: Array | None,
     scales: tuple[Array, ...],
     *,
     keys: int,
     scale: float,
     tile: Tile,
     may_be_small: bool,
+    queries_end: bool,
 ) -> Array:
-    """Attention over arrays [B, L, H, D]. `scale` is that of base-2 exponents. `scales`: of queries and keys in 8 bits,
-    [B, H, tiles] each. `is_small`, one number: whether scores are so small that they need no running maximum, which the
-    kernel asks for itself (`lax.cond` would have the host wait for the answer, and the device for the host, in every
-    layer). `may_be_small`: whether it asks at all.
+    """Attention over arrays [B, L, H, D]. `scale` is that of base-2 exponents. `lengths`: between 0 and `keys`.
+    `scales`: of queries and keys in 8 bits, [B, H, tiles] each. `is_small`, one number: whether scores are so small
+    that they need no running maximum, which the kernel asks for itself (`lax.cond` would have the host wait for the
+    answer, and the device for the host, in every layer). `may_be_small`: whether it asks at all.
     """
     pl, plgpu = _pallas()
     batch, queries, heads, dim = q.shape
     kernel = plgpu.kernel(
-        functools.partial(_kernel, keys=keys, scale=scale, tile=tile, may_be_small=may_be_small),
+        functools.partial(
+            _kernel,
+            keys=keys,
+            scale=scale,
+            tile=tile,
+            may_be_small=may_be_small,
+            has_lengths=lengths is not None,
+            queries_end=queries_end,
+        ),
         out_type=jax.ShapeDtypeStruct(q.shape, v.dtype),
         # Heads first: 601 TFLOP/s where rows first, with all blocks after the same keys at the same time, has 490.
         grid=(heads, pl.cdiv(queries, COMPUTE_WARPGROUPS * tile.queries), batch),
@@ -123,7 +150,7 @@ def _attention(
         scratch_types=_scratch(plgpu, dim, q.dtype, v.dtype, tile),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return kernel(is_small, q, k, v, *scales)
+    return kernel(is_small, q, k, v, *(() if lengths is None else (lengths,)), *scales)
 
 
 def _pallas() -> tuple[Any, Any]:
@@ -177,6 +204,8 @@ def _kernel(
     scale: float,
     tile: Tile,
     may_be_small: bool,
+    has_lengths: bool,
+    queries_end: bool,
     q_tiles: Any,
     k_tiles: Any,
     v_tiles: Any,
@@ -190,11 +219,21 @@ def _kernel(
 ) -> None:
     pl, plgpu = _pallas()
     *scales, out = others
+    lengths = scales.pop(0) if has_lengths else None
     batch, head, me = (lax.axis_index(name) for name in ("batch", "head", "warpgroup"))
     key_head = lax.div(head, jnp.int32(q.shape[2] // k.shape[2]))
     dim = q.shape[-1]
-    steps = pl.cdiv(keys, tile.keys)
-    stages = min(tile.stages, steps)
+    stages = min(tile.stages, pl.cdiv(keys, tile.keys))
+    count: Any = keys  # of keys that are seen
+    whole_tiles: Any = keys // tile.keys
+    rest: Any = keys % tile.keys
+    if lengths is not None:
+        count = lengths[batch]
+        if queries_end:  # a block of padding sees no keys
+            block_start = lax.axis_index("rows") * (COMPUTE_WARPGROUPS * tile.queries)
+            count = jnp.where(block_start < count, count, 0)
+        whole_tiles, rest = lax.div(count, jnp.int32(tile.keys)), lax.rem(count, jnp.int32(tile.keys))
+    steps = pl.cdiv(count, tile.keys) if lengths is None else pl.cdiv(count, jnp.int32(tile.keys))
 
     def slot_of(step: Any) -> Any:
         return lax.rem(step, jnp.array(stages, step.dtype))
@@ -219,13 +258,13 @@ def _kernel(
         def across(x: Array, columns: int) -> Array:
             return lax.broadcast_in_dim(x, (tile.queries, columns), [0])
 
-        plgpu.barrier_wait(k_ready.at[0])
+        pl.when(steps > 0)(lambda: plgpu.barrier_wait(k_ready.at[0]))
         pl.when(me == 1)(take_turns)
 
         def visit(
-            step: Any, carry: tuple[Array, Array, Array], key_count: int, track_maximum: bool
+            step: Any, carry: tuple[Array, Array, Array], seen: Any, track_maximum: bool
         ) -> tuple[Array, Array, Array]:
-            """`key_count`: the number of keys in the tile."""
+            """`seen`: the number of keys in the tile that are seen; None: all."""
             total, highest, weight = carry
             slot = slot_of(step)
             factor = scale
@@ -241,9 +280,9 @@ def _kernel(
             accumulator = plgpu.ACC((tile.queries, tile.keys), jnp.int32 if scales else jnp.float32)
             scores = pl.run_scoped(multiply, accumulator).astype(jnp.float32)
             plgpu.barrier_arrive(k_free.at[slot])
-            if key_count < tile.keys:
+            if seen is not None:
                 column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-                scores = jnp.where(column < key_count, scores, -jnp.inf)
+                scores = jnp.where(column < seen, scores, -jnp.inf)
             if track_maximum:
                 now = jnp.maximum(highest, scores.max(axis=1) * factor)
                 fade = jnp.exp2(highest - now)
@@ -274,11 +313,12 @@ def _kernel(
             visit_tile = functools.partial(visit, track_maximum=track_maximum)
             nothing = plgpu.layout_cast(jnp.zeros((tile.queries, dim), jnp.float32), plgpu.Layout.WGMMA)
             carry = (nothing, per_row(-jnp.inf), per_row(0.0))
-            rest = keys % tile.keys
-            carry = lax.fori_loop(0, keys // tile.keys, functools.partial(visit_tile, key_count=tile.keys), carry)
-            if rest:  # a loop of one step, because a step must not be a constant
-                carry = lax.fori_loop(keys // tile.keys, steps, functools.partial(visit_tile, key_count=rest), carry)
+            carry = lax.fori_loop(0, whole_tiles, functools.partial(visit_tile, seen=None), carry)
+            if lengths is not None or rest:  # a loop of one step, because a step must not be a constant
+                carry = lax.fori_loop(whole_tiles, steps, functools.partial(visit_tile, seen=rest), carry)
             total, _, weight = carry
+            if lengths is not None:
+                weight = jnp.maximum(weight, _SMALLEST_WEIGHT)
             out_tile[...] = (total / across(weight, dim)).astype(v.dtype)
 
         if may_be_small:
@@ -302,7 +342,8 @@ def _kernel(
             plgpu.copy_gmem_to_smem(v.at[part], v_tiles.at[slot], v_ready.at[slot])
 
         for step in range(stages):
-            fetch(jnp.int32(step), step)  # not as a number: it would be checked against the length
+            # Not as a number: it would be checked against the length.
+            pl.when(step < steps)(functools.partial(fetch, jnp.int32(step), step))
 
         @pl.loop(stages, steps)
         def _again(step: Any) -> None:

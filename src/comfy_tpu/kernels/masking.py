@@ -41,6 +41,9 @@ class Masking:
     """Position of the first query minus position of the first key; differs by device when sequences are sharded."""
     lengths: Array | None = None
     """int32 [B]: keys from here on are hidden. May be negative or beyond the end."""
+    queries_end: bool = False
+    """Whether queries from `lengths` on are padding, too: nobody uses their results, which may be zeros. For
+    self-attention of whole sequences."""
     keys: Array | None = None
     """bool (True: attend) or float32 (added) [B, Lk]: the same for every head and query."""
     dense: Array | None = None
@@ -97,6 +100,22 @@ def visible_keys(masking: Masking, keys: int) -> Array | None:
         shown = as_bool_mask(masking.keys)
         visible = shown if visible is None else visible & shown
     return visible
+
+
+def show_first(key: Array, value: Array, masking: Masking) -> tuple[Array, Array, Array | None]:
+    """Keys and values [B, H, Lk, D] and int32 lengths [B] that hide what lengths and a bool key mask hide, for kernels
+    that know lengths only. None: nothing is hidden.
+
+    Without a band the order of keys does not matter, so the visible ones go first. Sorting takes 33 µs of an H200 for
+    4,352 keys: give lengths where there is a choice.
+    """
+    lengths = None if masking.lengths is None else jnp.clip(masking.lengths, 0, key.shape[2]).astype(jnp.int32)
+    if masking.keys is None:
+        return key, value, lengths
+    visible = masking.keys if lengths is None else masking.keys & (jnp.arange(key.shape[2]) < lengths[:, None])
+    order = jnp.argsort(~visible, axis=1, stable=True)[:, None, :, None]
+    key, value = (jnp.take_along_axis(array, order, axis=2) for array in (key, value))
+    return key, value, jnp.sum(visible, axis=1).astype(jnp.int32)
 
 
 def key_bias(mask: Array) -> Array:

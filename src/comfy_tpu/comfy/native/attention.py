@@ -52,11 +52,30 @@ class Attention:
         if mask is not None and mask.ndim == 3:
             mask = mask.unsqueeze(1)
         if self.texts is not None and mask is None:
+            joint = self.texts.joint_text(q.shape[2], k.shape[2]) if scale is None and not enable_gqa else None
+            if joint is not None:
+                return _attend_jointly((q, k, v), *joint, self.texts.behind, skip_output_reshape)
             mask = self.texts.real_key_mask(k.shape[2])
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
         )
         return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+
+def _attend_jointly(
+    tensors: tuple[torch.Tensor, ...], text_tokens: int, lengths: torch.Tensor, behind: bool, keep_heads: bool
+) -> torch.Tensor:
+    """Attention over an image and its padded text as one sequence, of which the first `lengths` tokens are real if the
+    text is last, so that no mask has to be sorted in every layer (4 ms of Qwen-Image's step on an H200)."""
+    from comfy_tpu.bridge import joint_attention
+
+    split = tensors[0].shape[2] - text_tokens if behind else text_tokens
+    head: Any = tuple(tensor[:, :, :split] for tensor in tensors)
+    tail: Any = tuple(tensor[:, :, split:] for tensor in tensors)
+    image, text = joint_attention(*((head, tail) if behind else (tail, head)), lengths)
+    results = [image, text] if behind else [text, image]
+    # The model takes the two apart again: joined last, they are never written as one.
+    return torch.cat(results, 2) if keep_heads else torch.cat([part.transpose(1, 2).flatten(2) for part in results], 1)
 
 
 def pixel_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

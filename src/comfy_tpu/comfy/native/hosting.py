@@ -118,6 +118,7 @@ class Host:
         self._step: int | None = None
         self._patched: dict[Callable[..., Any], None] = {}
         self._check: Callable[[], None] | None = None
+        self._is_checked = False
         self._sizes = CompiledSizes()
         self._build_seconds = 0.0
         self._hosted: HostedModule = HostedModule(
@@ -152,7 +153,9 @@ class Host:
         self._begin()
         check, self._check = self._check, None
         try:
-            return self._hosted(function, *args, meanwhile=check, **kwargs)
+            results = self._hosted(function, *args, meanwhile=check, is_checked=self._is_checked, **kwargs)
+            self._is_checked = self._is_checked or check is not None
+            return results
         except CodeChangedError:
             raise
         except comfy.model_management.InterruptProcessingException:
@@ -172,12 +175,29 @@ class Host:
 
     @contextlib.contextmanager
     def checking_meanwhile(self, check: Callable[[], None]) -> Iterator[None]:
-        """`check` is called while the devices compute the first call in the block. It may raise CodeChangedError."""
+        """`check` is called while the devices compute the first call in the block. It may raise CodeChangedError.
+
+        Weights, too, are searched for changes in that call alone: nothing comes between it and the others.
+        """
         self._check = check
         try:
             yield
         finally:
-            self._check = None
+            self._check, self._is_checked = None, False
+
+    def report_meanwhile(self, report: Callable[[], None]) -> None:
+        """Calls `report` at once, or after the check of a first call that is to be made meanwhile: what it reads from a
+        GPU may be there only after the step before, and the devices should have this one by then."""
+        check = self._check
+        if check is None:
+            report()
+            return
+
+        def check_and_report() -> None:
+            check()
+            report()
+
+        self._check = check_and_report
 
     def run_padded(
         self, signature: Hashable, size: Size, run: Callable[[Size], torch.Tensor], max_work: float = math.inf
@@ -189,17 +209,19 @@ class Host:
         padded = self._sizes.choose(signature, size, max_work)
         begin, built = time.perf_counter(), self._build_seconds
         result = run(padded)
+        if padded != size and result.is_cuda:
+            torch.cuda.current_stream(result.device).synchronize()  # its duration counts
         self._sizes.record(signature, size, padded, time.perf_counter() - begin, self._build_seconds - built)
         return result
 
-    def run_patched(self, function: PatchedFunction, *args: Any) -> Any:
+    def run_patched(self, function: PatchedFunction, *args: Any, device: torch.device) -> Any:
         """Runs a function with patches; of the functions that ran longest ago, the programs are freed."""
         self._patched.pop(function, None)
         self._patched[function] = None
         for oldest in list(self._patched)[:-_PATCHED_MAX]:
             del self._patched[oldest]
             self._hosted.forget(oldest)
-        return self(function, *args)
+        return self(function, *args, device=device)
 
     @staticmethod
     def fetch(results: Any) -> Any:

@@ -116,7 +116,7 @@ class DeviceForward(Replacement):
         arguments = {**_cast(arguments, host.dtype), time_name: times}
         host.size = pixel_size(sample.shape[2:], *_latent_scale(self._owner))
         passed = {name: value for name, value in options.items() if name in MODEL_OPTIONS}
-        host.begin_step(*_step(options))
+        host.report_meanwhile(lambda: host.begin_step(*_step(options)))
         if patches is not None:
             # As ComfyUI gives it: a patch may look at all rows and all tokens, so there is no padding.
             others = {name: value for name, value in options.items() if name not in _KNOWN_OPTIONS}
@@ -126,17 +126,17 @@ class DeviceForward(Replacement):
                 patches,
                 SAMPLER_OPTIONS if patches.in_blocks else SAMPLER_OPTIONS | VARYING,
             )
-            return host.run_patched(function, arguments, passed | others).to(sample.dtype)
+            return host.run_patched(function, arguments, passed | others, device=sample.device).to(sample.dtype)
 
         def run(part: dict[str, Any]) -> torch.Tensor:
             inputs = pad_texts(self._module, part)
             function, rows = _functions[self._method], len(part[sample_name])
             signature = describe_rows(inputs, rows) if has_independent_rows(self._module, part) else None
             if signature is None:
-                return host(function, *inputs, passed)
+                return host(function, *inputs, passed, device=sample.device)
 
             def run_padded(size: tuple[int, ...]) -> torch.Tensor:
-                return host(function, *pad_rows(inputs, rows, *size), passed)[:rows]
+                return host(function, *pad_rows(inputs, rows, *size), passed, device=sample.device)[:rows]
 
             return host.run_padded((function, signature, repr(passed)), (rows,), run_padded, MAX_WORK)
 

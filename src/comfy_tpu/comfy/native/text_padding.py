@@ -99,6 +99,15 @@ class PaddedTexts:
         before = others.shape[1] if self.behind else self.before
         return torch.cat([others[:, :before], real, others[:, before:]], 1)[:, None, None]
 
+    def joint_text(self, queries: int, keys: int) -> tuple[int, torch.Tensor] | None:
+        """For self-attention over the image and one text before or behind it: the number of the text's tokens, and
+        [batch] how many tokens are real, of the image and the text. None: another attention."""
+        if len(self.lengths) > 1 or self.texts.place == "apart" or (self.before and not self.behind):
+            return None
+        if queries != keys or keys <= self.lengths[0] or keys == self.image_tokens:
+            return None
+        return self.lengths[0], self.counts[0] + (keys - self.lengths[0])
+
     @contextlib.contextmanager
     def correct_means(self, module: torch.nn.Module) -> Iterator[None]:
         """Corrects the means that the model takes over texts: it divides sums by the padded length."""
