@@ -31,7 +31,7 @@ GROWTH, LATE_GROWTH = 40e6, 10e6
 """Bytes in use after Free, over all prompts and over the last two fifths.
 
 Not met yet: a run that was ended after 300 of 500 prompts (two x86 cores, seed 2025) was at 1,479 MB, then 1,491, 1,503
-and 1,519 MB, with 115, 121, 127 and 136 programs alive. The cause is not found. In these three parts there were 6, 6 and
+and 1,519 MB, with 115, 121, 127 and 136 programs alive. The cause is not found. In these parts there were 6, 6 and
 9 cancelled prompts, as many as programs more; yet twelve cancelled ones of two models in another server left none."""
 ENVIRONMENT = {"PYTHONMALLOC": "malloc", "MALLOC_ARENA_MAX": "1"}
 """One allocator for everything, so that what is in use can be told from what it keeps for the next prompt."""
