@@ -147,11 +147,23 @@ class Soak:
         print(json.dumps(entry), file=self.log, flush=True)
 
     def level(self) -> dict[str, int]:
-        """After Free: what is left on the devices and in the process."""
+        """After Free: what is left on the devices and in the process, without ComfyUI's history of prompts."""
         self.client.empty_device()
+        for number in range(2):
+            # ComfyUI empties its cache of outputs between prompts: once the second has run, it has done so.
+            words = {"class_type": "ProbeText", "inputs": {"value": f"level {self.number} {number}"}}
+            self.client.succeed({"words": words, **keep({}, level=["words", 0])})
         assert [device["weights_bytes"] for device in self.client.status()["devices"]] == [0]
         probe = self.client.get("/probe")
-        found = {"arrays": probe["arrays"], "device": probe["bytes"], "host": self.client.server.resident_bytes()}
+        with_history = self.client.get("/probe/memory")["live"]
+        self.client.post("/history", {"clear": True})
+        memory = self.client.get("/probe/memory")
+        found = {
+            "arrays": probe["arrays"],
+            "device": probe["bytes"],
+            **memory,
+            "history": with_history - memory["live"],
+        }
         self.write(level=found, prompt=self.number)
         return found
 

@@ -1,5 +1,7 @@
-"""Nodes and a route by which the tests look into a ComfyUI server: tensors to files, modules and numbers to JSON."""
+"""Nodes and routes by which the tests look into a ComfyUI server: tensors to files, modules and numbers to JSON."""
 
+import ctypes
+import gc
 import sys
 from pathlib import Path
 
@@ -121,6 +123,33 @@ async def probe(request):
     if "jax" in sys.modules:  # not imported here: asking must not start it
         arrays = sys.modules["jax"].live_arrays()
         found |= {"arrays": len(arrays), "bytes": sum(array.nbytes for array in arrays)}
+    return web.json_response(found)
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = [(name, ctypes.c_size_t) for name in _names]
+
+
+@PromptServer.instance.routes.get("/probe/memory")
+async def memory(request):
+    """What the process holds, without what its allocator keeps free: Linux with glibc 2.33 or newer."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = _MallocInfo
+    gc.collect()
+    libc.malloc_trim(0)
+    info = libc.mallinfo2()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
+    found = {
+        "live": info.uordblks + info.hblkhd,
+        "host": int(status["VmRSS"].split()[0]) * 1024,
+        "threads": int(status["Threads"]),
+        "mappings": Path("/proc/self/maps").read_bytes().count(b"\n"),
+    }
+    if "jax" in sys.modules:
+        found["programs"] = len(sys.modules["jax"].devices()[0].client.live_executables())
     return web.json_response(found)
 
 
