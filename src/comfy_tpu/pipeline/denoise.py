@@ -261,9 +261,14 @@ def _predict_video(
     video, without references before it and its sound behind it."""
     # From this process's own copies: the others may not look, and would not take part in a collective.
     arrays = (fetch_global(array) for array in (sample, velocity))
-    # The row is an input of the slice: one program for all rows.
-    sample, velocity = (jax.lax.dynamic_slice_in_dim(array, row, 1) for array in arrays)
-    return to_host(sample - sigma * velocity)[:, :, frames]
+    return to_host(_subtract_noise(*arrays, sigma, row))[:, :, frames]
+
+
+@jax.jit
+def _subtract_noise(sample: jax.Array, velocity: jax.Array, sigma: float, row: int) -> jax.Array:
+    """One program for all rows and noise levels of a shape, not one for each operation."""
+    sample, velocity = (jax.lax.dynamic_slice_in_dim(array, row, 1) for array in (sample, velocity))
+    return sample - sigma * velocity
 
 
 def _warn_of_idle_devices(running: RunningModel, plan: Plan, settings: GenerationSettings) -> None:
