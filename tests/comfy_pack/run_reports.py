@@ -56,8 +56,9 @@ def run_family(run, error, *, opens=True):
 class Colours:
     """A previewer of the kind that colours latents."""
 
-    def __init__(self, channels: int = 1) -> None:
+    def __init__(self, channels: int = 1, reshape=None) -> None:
         self.latent_rgb_factors = torch.zeros(3, channels)
+        self.latent_rgb_factors_reshape = reshape
 
     def decode_latent_to_preview_image(self, kind, latents):
         return [kind, list(latents.shape), int(latents[0, 0, 0, 0, 0])]
@@ -88,7 +89,7 @@ def run_previews(run, previewer):
     report = run.NodeReport("7", {"denoising": 4}, CARD.node_sets[0])
     with report.to_the_end():
         report(Progress("denoising", "", 1, 4, size="64×64×9", preview=lambda: latents))
-        complete.wait(60 if type(previewer) is Colours and previewer.latent_rgb_factors.shape[1] == 1 else 0.5)
+        complete.wait(60 if shown[0] is not None and type(previewer) is Colours else 0.5)
     return {"bar": shown, "sent": sent[:3]}
 
 
@@ -98,8 +99,9 @@ def run_native(run, hosting, error):
     run.send_node_text = lambda node, lines: shown.append("\n".join(map(join_line, lines)))
     host = hosting.Host.__new__(hosting.Host)
     host._run = host._report = host._check = None
+    host._is_checked = False
 
-    def compile_and_fail(*given, meanwhile):
+    def compile_and_fail(*given, meanwhile, is_checked):
         host._report_progress(Progress("compiling", "t5", 0, 1, size="512 tokens", compiles=True))
         raise error
 
@@ -144,6 +146,8 @@ def run():
         "previews": {
             "colours": run_previews(run, Colours()),
             "other channels": run_previews(run, Colours(channels=4)),
+            "reshaped": run_previews(run, Colours(reshape=lambda latents: latents[:, :1])),
+            "not to be reshaped": run_previews(run, Colours(reshape=lambda latents: latents.view(1, 32, -1))),
             "network": run_previews(run, Network()),
         },
     }

@@ -68,4 +68,6 @@ def test_a_previewer_that_costs_time_is_asked_once(ends):
 
 
 def test_colours_of_other_channels_show_nothing(ends):
-    assert ends["previews"]["other channels"] == {"bar": [None], "sent": []}
+    for which in ("other channels", "not to be reshaped"):
+        assert ends["previews"][which] == {"bar": [None], "sent": []}
+    assert ends["previews"]["reshaped"] == ends["previews"]["colours"]

@@ -43,8 +43,12 @@ def preview_frames(previewer: Any, latents: torch.Tensor) -> list[Any]:
 
 
 def _is_for_channels(previewer: Any, channels: int) -> bool:
-    """Whether ComfyUI's colours are of so many channels; a previewer that reshapes latents first knows its own."""
-    if getattr(previewer, "latent_rgb_factors_reshape", None) is not None:
-        return True
+    """Whether ComfyUI's colours are of so many channels, reshaped where it does so first."""
+    reshape = getattr(previewer, "latent_rgb_factors_reshape", None)
+    if reshape is not None:
+        try:
+            channels = reshape(torch.empty(1, channels, 1, 2, 2, device="meta")).shape[1]
+        except RuntimeError:  # it divides them by another number
+            return False
     _, own = previewer.latent_rgb_factors.shape  # colours by channels
     return bool(own == channels)
