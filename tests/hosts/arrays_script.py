@@ -65,7 +65,7 @@ def run(directory):
     )
     made = program(weights, input=jax.numpy.asarray(values.numpy()))  # an array of this process alone
     found["error"] = float((to_host(made) - expected).abs().max() / expected.abs().max())
-    again = program(weights, input=program._place("input", values))
+    again = program(weights, input=program.place("input", values))
     found["placed"] = bool((to_host(again) == to_host(made)).all())
     return found
 

@@ -113,10 +113,7 @@ def test_fast_of_the_command_line_holds_for_all_lines() -> None:
     [
         ({"promt": "a cat"}, "promt is no flag of"),
         ({"prompt": "x", "json": True}, "json is of the whole batch"),
-        (
-            {"prompt": "x", "checkpoint-every": 2},
-            "checkpoint-every is for `comfy-tpu generate`; a batch goes on job by",
-        ),
+        ({"prompt": "x", "checkpoint-every": 2}, "is of the whole batch, as the flag --checkpoint-every"),
         ({"prompt": "x", "seed": [1, 2]}, "seed is a list"),
         ({"prompt": "x", "seed": True}, "seed is a bool"),
         ({"prompt": "x", "fast": "very"}, "fast='very' is neither true nor false"),

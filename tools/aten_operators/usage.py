@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,10 @@ SMALL: dict[str, tuple[SmallFamily, ...]] = {
         SmallFamily(small_ltx.directory, changes=_VIDEO),
         SmallFamily(small_ltx.directory, None, 1, changes=_VIDEO),
     ),
-    "LTX-2": (SmallFamily(small_ltx2.directory, changes=_LTX2),),
+    "LTX-2": (
+        SmallFamily(small_ltx2.directory, changes=_LTX2),
+        SmallFamily(functools.partial(small_ltx2.directory, later=True), changes=_LTX2),
+    ),
     "Z-Image": (
         SmallFamily(small_z_image.directory, "turbo", changes=_IMAGE),
         SmallFamily(small_z_image.directory, "base", changes=_IMAGE),
