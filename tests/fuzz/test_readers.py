@@ -67,6 +67,7 @@ MESSAGES: dict[str, str | None] = {
     "jobs/key-of-two-lines": None,
     "ledger/not-utf8": r"cannot be used \(.*\); remove it: finished jobs are found again by results.jsonl",
     "lora/endless-pattern": r"is not PEFT's \(.* has a repeated group, or more than 2 repetitions\); download it again",
+    "model_directory/factors-null": None,
     "ported_source/nested-too-deeply": "net is nested too deeply for Python; write it with fewer levels",
     "ported_directory/class-without-name": "diffusers has no class ; give one of its models",
     "results/request-list": None,

@@ -44,9 +44,9 @@ class PreviewColours:
     @staticmethod
     def _read_weights(document: Any, channels: int, path: object) -> torch.Tensor:
         document = document if isinstance(document, dict) else {}
-        rows = [document.get("rgb_bias"), *document.get("rgb_factors", ()), *document.get("rgb_products", ())]
         count = 1 + channels + channels * (channels + 1) // 2
         try:
+            rows = [document.get("rgb_bias"), *document.get("rgb_factors", ()), *document.get("rgb_products", ())]
             weights = torch.tensor(rows, dtype=torch.float32)
         except (TypeError, ValueError, RuntimeError):
             weights = torch.empty(0)
