@@ -12,7 +12,7 @@ from tests.comfyui.checkout import Checkout
 from tests.comfyui.client import ComfyClient, Prompt, RefusedError
 from tests.comfyui.family_models import RUNS, write_inputs
 from tests.comfyui.server import running
-from tests.comfyui.workflows import EXAMPLES, load_example, to_prompt
+from tests.comfyui.workflows import EXAMPLES
 
 pytestmark = pytest.mark.comfyui
 
@@ -37,13 +37,6 @@ def test_every_template_is_run_with_a_small_model() -> None:
     assert {*test_examples.NAMES, *RUN_BY_FAMILIES, *RUN_BY_A_SERVER} == set(TEMPLATES)
 
 
-def as_shipped(name: str, client: ComfyClient) -> Prompt:
-    info, workflow = client.object_info(), load_example(name)
-    if any(node["type"].startswith("VHS_") and node["type"] not in info for node in workflow["nodes"]):
-        pytest.skip("VideoHelperSuite is not here; tests/comfy_pack compares the template with a record of its nodes")
-    return to_prompt(workflow, info)
-
-
 def model_of(prompt: Prompt) -> str:
     (model,) = {node["inputs"]["model_id"] for node in prompt.values() if "model_id" in node["inputs"]}
     return str(model)
@@ -51,7 +44,7 @@ def model_of(prompt: Prompt) -> str:
 
 @pytest.mark.parametrize("name", sorted({*TEMPLATES} - RUN_BY_A_SERVER - {"wan21_tpu_demo.json"}))
 def test_it_is_taken_and_says_what_is_missing(name: str, template_client: ComfyClient) -> None:
-    prompt = as_shipped(name, template_client)
+    prompt = test_examples.as_shipped(name, template_client)
     try:
         error = template_client.fail(prompt)["exception_message"]
     except RefusedError as refused:  # of ComfyUI's own loaders, by files alone; links, types and ranges are right

@@ -25,6 +25,7 @@ from comfy_tpu.jobs.inputs import Inputs
 from comfy_tpu.jobs.lanes import Lanes
 from comfy_tpu.jobs.ledger import Job
 from comfy_tpu.jobs.outcome import CancelledError, Outcome, outcome_of_error
+from comfy_tpu.jobs.output_names import SECOND_PASS
 from comfy_tpu.jobs.request import DEFAULT_MODEL, PER_ROW_FIELDS, Request
 from comfy_tpu.jobs.saved_steps import SavedSteps
 from comfy_tpu.jobs.stages import run_stage
@@ -388,7 +389,7 @@ class Executor:
             latents = pipeline.denoise(embeddings, settings, seeds=seeds, checkpoint=steps)
             compiled.add(count)
             if (second := read_second_pass(rows[0].job.request.values)) is not None:  # such a job has its steps alone
-                again = self._open_steps(rows[0].job, "second-pass")
+                again = self._open_steps(rows[0].job, SECOND_PASS)
                 latents, settings = denoise_again(pipeline, embeddings, latents, settings, second, again)
         except NotFiniteError:
             if self._saved_steps is not None:  # another attempt would go on from what is broken

@@ -61,7 +61,7 @@ class Folder:
             self.ledger_path.parent.mkdir(parents=True, exist_ok=True)
             if self.is_remote:
                 probe = f"{OWN_DIRECTORY}/probe-{secrets.token_hex(4)}"
-                with self._upload_errors(probe):
+                with self._store_errors(f"output={self.address}/{probe} could not be uploaded"):
                     self._retry(lambda: self._system().pipe_file(self._place(probe), b"comfy-tpu"))
                     self._retry(lambda: self._system().rm_file(self._place(probe)))
         except (OSError, ComfyTpuError) as error:
@@ -153,16 +153,10 @@ class Folder:
     def download(self, name: str, path: Path) -> bool:
         """Copies a file of a remote directory to a path, and returns whether there is one."""
         system, place = self._system(), self._place(name)
-        try:
+        with self._store_errors(f"{self.address}/{name} cannot be fetched"):
             if not self._retry(lambda: bool(system.exists(place))):
                 return False
             self._retry(lambda: system.get_file(place, str(path)))
-        except ComfyTpuError:
-            raise
-        except Exception as error:  # every store raises its own
-            raise ComfyTpuError(
-                f"{self.address}/{name} cannot be fetched ({type(error).__name__}: {error})", field="output"
-            ) from error
         return True
 
     def remove(self, names: Iterable[str]) -> None:
@@ -180,7 +174,7 @@ class Folder:
     def upload(self, path: Path, name: str) -> None:
         """Copies a file into a remote directory."""
         system, place = self._system(), self._place(name)
-        with self._upload_errors(name):
+        with self._store_errors(f"output={self.address}/{name} could not be uploaded"):
             if _protocol(self.address) in _WHOLE_UPLOADS:
                 self._retry(lambda: system.put_file(str(path), place))
                 return
@@ -200,15 +194,13 @@ class Folder:
                 raise
 
     @contextlib.contextmanager
-    def _upload_errors(self, name: str) -> Iterator[None]:
+    def _store_errors(self, sentence: str) -> Iterator[None]:
         try:
             yield
         except ComfyTpuError:
             raise
         except Exception as error:  # every store raises its own
-            raise ComfyTpuError(
-                f"output={self.address}/{name} could not be uploaded ({type(error).__name__}: {error})", field="output"
-            ) from error
+            raise ComfyTpuError(f"{sentence} ({type(error).__name__}: {error})", field="output") from error
 
     def _retry(self, action: Callable[[], _Result]) -> _Result:
         return retry(action, self.address)

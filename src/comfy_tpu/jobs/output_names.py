@@ -14,7 +14,7 @@ OWN_DIRECTORY = ".comfy-tpu"
 """Inside the batch's directory, for the ledger and saved steps."""
 _STEPS = f"{OWN_DIRECTORY}/steps/"
 _STEPS_SUFFIX = ".safetensors"
-_SECOND_PASS = "second-pass"
+SECOND_PASS = "second-pass"
 
 _VIDEOS_MAX = 1000
 """More are refused when the job runs."""
@@ -35,13 +35,13 @@ def check_output_name(name: Any, field: str = "output") -> str:
 
 
 def steps_name(id_: str, part: str = "") -> str:
-    """The name of the file that the steps of a job are saved to. `part`: empty, or `second-pass`."""
+    """The name of the file that the steps of a job are saved to. `part`: empty, or SECOND_PASS."""
     return f"{_STEPS}{id_}{f'.{part}' if part else ''}{_STEPS_SUFFIX}"
 
 
 def list_steps_names(id_: str, values: Mapping[str, Any]) -> list[str]:
     """Of all files that the steps of a job with these values may be saved to."""
-    return [steps_name(id_), *([steps_name(id_, _SECOND_PASS)] if "upscale" in values else [])]
+    return [steps_name(id_), *([steps_name(id_, SECOND_PASS)] if "upscale" in values else [])]
 
 
 def find_steps_job(name: str) -> str | None:
