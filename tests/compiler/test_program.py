@@ -1,6 +1,8 @@
 """Programs: compiled once per shape, ahead of time if asked, with progress, donation and clear refusals."""
 
+import gc
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from comfy_tpu.bridge import TraceContext, boundary, build_skeleton, to_device, to_host
+from comfy_tpu.bridge import TraceContext, boundary, build_skeleton, scan, to_device, to_host
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.compiler.program import Program, ProgramEvent
 from comfy_tpu.errors import DeviceMemoryError, InvalidValueError, TraceError, UnsupportedError, device_errors
@@ -267,3 +269,29 @@ def test_running_out_of_memory_is_ours_also_where_a_result_is_read(monkeypatch: 
     monkeypatch.setattr(boundary, "as_tensor", full)
     with pytest.raises(DeviceMemoryError, match="does not fit in device memory.*porting.md#out-of-memory"):
         to_host(weights)
+
+
+def fails(module: Any, x: torch.Tensor) -> torch.Tensor:
+    raise KeyError(float((x + torch.arange(4.0)).shape[0]))
+
+
+def fails_in_a_scan(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return scan(lambda carry, row: fails(module, row), x[0], x)[0]  # type: ignore[arg-type, return-value]
+
+
+def fails_in_an_operator(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x + torch.arange(4.0)) @ x
+
+
+@pytest.mark.parametrize("method", [fails, fails_in_a_scan, fails_in_an_operator])
+def test_a_trace_that_fails_leaves_nothing_behind(method: Callable[..., Any]) -> None:
+    """JAX leaves all of it behind, for as long as the process lives, if it has a constant."""
+
+    def count_tracers() -> int:
+        gc.collect()
+        return sum(issubclass(type(each), jax.core.Tracer) for each in gc.get_objects())
+
+    before = count_tracers()
+    with pytest.raises((KeyError, TypeError)):
+        program(method=method)(weights, x=x)
+    assert count_tracers() == before

@@ -12,6 +12,7 @@ import torch
 import torch.nn.utils.stateless
 
 from comfy_tpu.bridge.environment import DeviceTensor, environment
+from comfy_tpu.bridge.loops import scan_arrays
 from comfy_tpu.bridge.scope import current_trace
 from comfy_tpu.bridge.skeleton import weight_shapes
 from comfy_tpu.errors import StackingError, see
@@ -79,7 +80,7 @@ def run_layers(
 
     given: Any = call.arguments
     initial = tuple(bridge.as_jax(tuple(given[name] for name in carry)))
-    final, _ = jax.lax.scan(layer, initial, stacked, length=len(layers))
+    final, _ = scan_arrays(layer, initial, stacked, length=len(layers))
     results = tuple(bridge.as_torch(final))
     return results[0] if output_count is None else results + (None,) * (output_count - len(results))
 
@@ -121,7 +122,7 @@ def fold_layers(
             after, result = function(block, bridge.as_torch(before))
         return bridge.as_jax(after), bridge.as_jax(result)
 
-    last, results = jax.lax.scan(layer, bridge.as_jax(carry), bridge.as_jax(weight_shapes(block)), length=count)
+    last, results = scan_arrays(layer, bridge.as_jax(carry), bridge.as_jax(weight_shapes(block)), length=count)
     return bridge.as_torch(last), bridge.as_torch(results)
 
 
@@ -177,7 +178,7 @@ def scan_layers(
         return jax.tree.map(place, bridge.as_jax(after)), bridge.as_jax(result)
 
     given = (stack.arrays, bridge.as_jax(parts))
-    last, results = jax.lax.scan(layer, bridge.as_jax(carry), given, length=stack.count)
+    last, results = scan_arrays(layer, bridge.as_jax(carry), given, length=stack.count)
     return bridge.as_torch(last), bridge.as_torch(results)
 
 

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from comfy_tpu.bridge import TraceContext, call_module, to_device
 from comfy_tpu.bridge.dtypes import numpy_dtype
-from comfy_tpu.bridge.failures import check_constants
+from comfy_tpu.bridge.failures import check_constants, free_failed_trace
 from comfy_tpu.compiler.cache import count_compilations, enable_cache, watch_cache
 from comfy_tpu.compiler.stacking import check_weights
 from comfy_tpu.compiler.stored import ProgramOrigin, keep_limit
@@ -239,10 +239,11 @@ class DeviceProgram(abc.ABC):
 
     def _jit(self, static: dict[str, Hashable]) -> Any:
         def run(weights: dict[str, jax.Array], kept: dict[str, Any], donated: dict[str, Any]) -> Any:
-            inputs = {name: self._constrain_input(name, value) for name, value in {**kept, **donated}.items()} | static
-            with self._trace_errors():
-                outputs = self._call(weights, inputs)
-            return self._constrain_outputs(outputs)
+            with free_failed_trace((weights, kept, donated)):
+                given = {name: self._constrain_input(name, value) for name, value in {**kept, **donated}.items()}
+                with self._trace_errors():
+                    outputs = self._call(weights, given | static)
+                return self._constrain_outputs(outputs)
 
         run.__name__ = self.name.replace(".", "_")
         return jax.jit(run, donate_argnums=(2,) if self._donate else ())
