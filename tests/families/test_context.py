@@ -126,6 +126,23 @@ def test_image_models_have_no_windows() -> None:
         assert window_counts(card, made) == (1,)
 
 
+def test_who_chooses_a_schedule_or_a_length_gives_up_the_models_other_settings_of_windows() -> None:
+    own = {"context": "uniform", "context_stride": 2, "context_noise": "freenoise", "context_weights": "flat"}
+    card = CARDS["Wan 2.1"]
+    defaults = dataclasses.replace(card.defaults, **own, context_frames=41, context_overlap=21)
+
+    def chosen(**settings: object) -> tuple[object, ...]:
+        made = make_settings(defaults, settings, card.limits)
+        names = ("context", "context_frames", "context_overlap", "context_stride", "context_noise", "context_weights")
+        return tuple(getattr(made, name) for name in names)
+
+    assert chosen() == ("uniform", 41, 21, 2, "freenoise", "flat")
+    assert chosen(context_overlap=5) == ("uniform", 41, 5, 2, "freenoise", "flat")
+    assert chosen(context="static") == ("static", 41, 15, 1, "random", "pyramid")
+    assert chosen(context="none") == ("none", 41, 15, 1, "random", "pyramid")
+    assert chosen(context_frames=17) == ("auto", 17, 6, 1, "random", "pyramid")
+
+
 def test_lengths_in_latents() -> None:
     made = settings("Wan 2.1", num_frames=161)
     assert find_windows(CARDS["Wan 2.1"], made, "static") == ContextWindows("static", 41, 21, 8)

@@ -111,7 +111,12 @@ def find_windows(card: ModelCard, settings: GenerationSettings, method: Method) 
 
 def window_settings(settings: GenerationSettings) -> GenerationSettings:
     """The settings of one window, or of one segment, as a video of its own."""
-    return dataclasses.replace(settings, num_frames=settings.context_frames, context="none")
+    return without_windows(dataclasses.replace(settings, num_frames=settings.context_frames))
+
+
+def without_windows(settings: GenerationSettings) -> GenerationSettings:
+    """The settings of the same video made whole, without what is refused then."""
+    return dataclasses.replace(settings, context="none", context_stride=1, context_noise="random")
 
 
 def call_settings(settings: GenerationSettings, windows: int) -> GenerationSettings:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.context import without_windows
 from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
 from comfy_tpu.pipeline.reuse import Curve, save_curve
 from comfy_tpu.pipeline.video import VideoPipeline
@@ -47,7 +48,7 @@ def measure_curve(
             f"num_inference_steps={settings.num_inference_steps} leaves nothing to compare; give 2 or more, better 50",
             field="num_inference_steps",
         )
-    settings = dataclasses.replace(settings, reuse=0.0, guidance_until=1.0, context="none")
+    settings = without_windows(dataclasses.replace(settings, reuse=0.0, guidance_until=1.0))
     measured = []
     for number, prompt in enumerate(prompts):
         own = dataclasses.replace(settings, seed=settings.seed + number)
