@@ -39,6 +39,7 @@ class FakePipeline:
             is_guided=lambda scale: scale > 1,
             image=None,
             starts_from_image=False,
+            starts_from_video=False,
             sizes={"480P": {"height": 32, "width": 48, "flow_shift": 3.0}},
             limits=limits,
         ),

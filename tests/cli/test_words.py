@@ -56,6 +56,14 @@ def test_an_empty_path_is_not_the_current_directory(argv, name, directory, capsy
     assert list(directory.iterdir()) == []
 
 
+@pytest.mark.parametrize(("argv", "name"), EMPTY.values(), ids=EMPTY)
+def test_a_path_that_no_file_can_have(argv, name, directory, capsys):
+    assert cli.main([argument or "x\ud800" for argument in argv]) == 1
+    error = f"comfy-tpu: {name} 'x\\ud800' holds '\\ud800', which is half a character; give another path\n"
+    assert capsys.readouterr() == ("", error)
+    assert list(directory.iterdir()) == []
+
+
 def test_a_prompt_that_is_cut_is_not_echoed_whole(directory, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(LONG.encode()), "utf-8"))
     assert cli.main(["generate", "-", "-o", "x.mp4", "--json"]) == 0

@@ -82,6 +82,20 @@ def test_no_directories_are_made_at_the_end_of_a_link(output: str, tmp_path: Pat
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("x\0.mp4", "output='x\\x00.mp4' holds a null character; choose another name"),
+        ("x\ud800.mp4", "output='x\\ud800.mp4' holds '\\ud800', which is half a character; choose another name"),
+        ("x" * 300, "is too long: 300 bytes in one part"),
+    ],
+)
+def test_names_that_no_file_system_holds(name: str, text: str) -> None:
+    with pytest.raises(InvalidValueError, match=re.escape(text)):
+        atomic.check_name(Path(name))
+    atomic.check_name(Path("x\udcff.mp4"))  # a byte that is not UTF-8 is one
+
+
 def test_links_in_a_circle(tmp_path: Path) -> None:
     path = tmp_path / "x.npy"
     path.symlink_to(path)

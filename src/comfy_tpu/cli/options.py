@@ -35,6 +35,7 @@ from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.families.card import VIDEO_NAMES, ModelCard
 from comfy_tpu.jobs.request import parse_lora
 from comfy_tpu.parallel.hosts import first_host_value
+from comfy_tpu.pipeline.atomic import find_half_character
 
 Name = TypeVar("Name", bound=str)
 
@@ -172,12 +173,17 @@ FLAGS = {
 
 
 def path_parser(name: str, kind: Callable[[str], Any] = Path) -> Callable[[str], Any]:
-    """A parser of the path argument `name`, which refuses an empty one: Path("") would be the current directory."""
+    """A parser of the path argument `name`, which refuses an empty one: Path("") would be the current directory. And
+    one that no file can have."""
 
     def parse(text: str) -> Any:
         if not text:
             # No InvalidValueError: argparse replaces the message of a ValueError.
             raise ComfyTpuError(f"{name} is empty; give a path", field=name)
+        if half := find_half_character(text):
+            raise ComfyTpuError(
+                f"{name} {text!r} holds {half!r}, which is half a character; give another path", field=name
+            )
         return kind(text)
 
     return parse

@@ -91,10 +91,24 @@ def check_sequence(directory: Path, names: re.Pattern[str], *, field: str = "out
             )
 
 
+def find_half_character(name: str) -> str:
+    """The first character that no name of a file can have: half of a pair (U+D800 to U+DFFF), but for those that stand
+    for bytes which are not UTF-8. Empty: there is none."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError as error:
+        return name[error.start]
+    return ""
+
+
 def check_name(path: Path, *, field: str = "output") -> None:
     """Raises InvalidValueError for a name that no file system can hold, before other code uses the path and fails."""
     if "\0" in str(path):
         raise InvalidValueError(f"{field}={str(path)!r} holds a null character; choose another name", field=field)
+    if half := find_half_character(str(path)):
+        raise InvalidValueError(
+            f"{field}={str(path)!r} holds {half!r}, which is half a character; choose another name", field=field
+        )
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
     # Beside it, a partial file with a name of its own is written first.
     length = len(os.fsencode(path.absolute().parent)) + 1 + max(len(os.fsencode(path.name)), _PARTIAL_NAME_MAX)
