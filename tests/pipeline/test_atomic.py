@@ -99,7 +99,7 @@ def test_names_that_no_file_system_holds(name: str, text: str) -> None:
 def test_links_in_a_circle(tmp_path: Path) -> None:
     path = tmp_path / "x.npy"
     path.symlink_to(path)
-    with pytest.raises(InvalidValueError, match=r"x.npy is a link to .*; create it, or remove the link"):
+    with pytest.raises(InvalidValueError, match="x.npy is a link in a circle of links; remove it"):
         media.check_output(path, SETTINGS)
 
 

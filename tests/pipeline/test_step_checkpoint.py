@@ -236,6 +236,21 @@ def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
         StepCheckpoint(tmp_path / "no" / "no" / "x.safetensors", 1).check()
 
 
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_steps_are_not_saved_through_a_link(is_seen: bool, tmp_path: Path) -> None:
+    """A link of that name in a shared directory, there before the run or put there meanwhile, may point to any file."""
+    path, other = tmp_path / "x.safetensors", tmp_path / "other"
+    other.write_bytes(b"somebody's")
+    path.symlink_to(other)
+    if is_seen:
+        with pytest.raises(InvalidValueError, match="is a link, and steps are not saved through one; remove it, or"):
+            StepCheckpoint(path, 1).check()
+    else:
+        small().denoise(path, kill_at=2)
+        assert not path.is_symlink()
+    assert other.read_bytes() == b"somebody's"
+
+
 @pytest.mark.parametrize("every", [0, -1, "two", True, 1.5])
 def test_numbers_of_steps(every: Any) -> None:
     with pytest.raises(InvalidValueError, match=f"checkpoint_every={every} is not a number of steps; give a whole"):
@@ -255,7 +270,9 @@ def test_a_full_disk_does_not_end_the_run(
     assert made is not None
     assert computed == [1, 2, 3, 4]
     (message,) = caplog.messages
-    assert message.startswith("step 1 was not saved, and the run goes on: checkpoint=")
+    assert message.startswith(
+        f"step 1 was not saved, and the run goes on: checkpoint={tmp_path / 'x.safetensors'} could"
+    )
     assert "No space left on device" in message
     assert list(tmp_path.iterdir()) == []
 

@@ -121,10 +121,10 @@ def check_name(path: Path, *, field: str = "output") -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, field: str = "output") -> Iterator[Path]:
+def replacing(path: Path, *, field: str = "output", follows_links: bool = True) -> Iterator[Path]:
     """Yields a temporary sibling of `path` to write to. It replaces `path` when the block ends, and is removed if the
-    block raises."""
-    target = _find_target(path, field)
+    block raises. `follows_links`: where `path` is a link, the file that it points to is replaced; False: the link."""
+    target = _find_target(path, field) if follows_links else path
     with _partial(target.parent, path, field) as partial:
         yield partial
         with write_errors(path, field=field):
@@ -197,7 +197,9 @@ def _find_target(path: Path, field: str) -> Path:
     """The file that `path` points to, links followed; it need not exist."""
     target = Path(os.path.realpath(path))
     _check_links(path.parent, path, field)
-    if path.is_symlink() and (target.is_symlink() or not target.parent.is_dir()):  # the first: links in a circle
+    if path.is_symlink() and target.is_symlink():
+        raise InvalidValueError(f"{field}={path} is a link in a circle of links; remove it", field=field)
+    if path.is_symlink() and not target.parent.is_dir():
         raise InvalidValueError(
             f"{field}={path} is a link to {target}, and there is no directory {target.parent}; create it, or remove "
             "the link",

@@ -114,6 +114,12 @@ class StepCheckpoint:
         anything is computed."""
         if not is_first_host():
             return
+        if self.path.is_symlink():  # nobody chose the name, and in a shared directory anybody may put a link there
+            raise InvalidValueError(
+                f"checkpoint={self._shown_path} is a link, and steps are not saved through one; remove it, or choose "
+                "another output",
+                field="checkpoint",
+            )
         atomic.check_place(self.path, field="checkpoint")
         with contextlib.suppress(CheckpointError):  # damaged: replaced with a warning, later
             self._read_metadata()
@@ -199,7 +205,10 @@ class StepCheckpoint:
         progress = {"segment": str(len(self.segments)), "done": str(done), "digest": _digest(tensors)}
         content = save(tensors, {**self._description, **progress})
         try:
-            with atomic.replacing(self.path, field="checkpoint") as partial:
+            with (
+                atomic.replacing(self.path, field="checkpoint", follows_links=False) as partial,
+                atomic.write_errors(self.path, field="checkpoint"),
+            ):
                 _write(partial, content)
             self._upload(self.path)
         except ComfyTpuError as error:
@@ -290,7 +299,7 @@ def _open(path: Path, read: Callable[[Any], Any], shown: str) -> Any:
 
 
 def _write(path: Path, content: bytes) -> None:
-    with atomic.write_errors(path, field="checkpoint"), path.open("wb") as file:
+    with path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())  # a machine may lose its power right after the file gets its name
