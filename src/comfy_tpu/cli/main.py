@@ -9,12 +9,13 @@ import difflib
 import errno
 import gc
 import importlib
+import os
 import resource
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from signal import SIGHUP, SIGTERM
+from signal import SIGHUP, SIGINT, SIGTERM
 from types import FrameType
 from typing import NoReturn
 
@@ -24,6 +25,7 @@ from comfy_tpu.cli.options import argument_names, find_flag
 from comfy_tpu.cli.streams import discard, is_output_broken, standard_streams
 from comfy_tpu.cli.terminal import print_error, warning_lines
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError, is_out_of_host_memory, rename_field
+from comfy_tpu.pipeline.partial_files import remove_own
 from comfy_tpu.terminal_text import excerpt, sanitize
 
 INTERRUPTED = 130
@@ -158,21 +160,47 @@ def _check_address_space() -> None:
 
 @contextlib.contextmanager
 def _raise_on_termination() -> Iterator[None]:
-    """Turns termination signals into exceptions, as Ctrl-C is one, so that partial files are removed."""
+    """Turns termination signals into exceptions, as Ctrl-C is one, so that partial files are removed.
+
+    Not while a module is imported, which is most of the first seconds: numpy's and jax's extensions end in a
+    segmentation fault or a traceback when their initialization is interrupted, or lose the signal. There the process
+    ends at once.
+    """
 
     def raise_exit(number: int, frame: FrameType | None) -> NoReturn:
+        if _is_importing(frame):
+            _end_at_once(number)
+        if number == SIGINT:
+            raise KeyboardInterrupt
         raise SystemExit(128 + number)
 
     here = threading.current_thread() is threading.main_thread()  # Python lets no other thread set handlers
     # Only signals with their default action: nohup ignores SIGHUP.
-    ours = [number for number in (SIGTERM, SIGHUP) if here and signal.getsignal(number) is signal.SIG_DFL]
+    defaults = {SIGTERM: signal.SIG_DFL, SIGHUP: signal.SIG_DFL, SIGINT: signal.default_int_handler}
+    ours = {number: action for number, action in defaults.items() if here and signal.getsignal(number) is action}
     for number in ours:
         signal.signal(number, raise_exit)
     try:
         yield
     finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
+        for number, action in ours.items():
+            signal.signal(number, action)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether an import is under way in `frame` that began inside the command."""
+    while frame is not None and frame.f_code is not _run.__code__:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _end_at_once(number: int) -> NoReturn:
+    if number == SIGINT:
+        print_error("interrupted")
+    remove_own()
+    os._exit(128 + number)
 
 
 class Parser(argparse.ArgumentParser):
