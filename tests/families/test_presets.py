@@ -16,6 +16,7 @@ from comfy_tpu.families.card_checks import CardError, check_card
 from comfy_tpu.families.flux import card as flux
 from comfy_tpu.families.flux2 import card as flux2
 from comfy_tpu.families.hunyuan_video import card as hunyuan
+from comfy_tpu.families.ltx2 import card as ltx2
 from comfy_tpu.families.presets import (
     AUTO,
     PresetChoice,
@@ -43,6 +44,9 @@ PUBLISHED: list[tuple[ModelCard, str, str | None]] = [
     (wan.WAN22, "Wan2.2-T2V-A14B-4steps-lora-rank64-Seko-V1.1/high_noise_model.safetensors", "4step"),
     (wan.WAN22_IMAGE, "wan2.2_i2v_lightx2v_4steps_lora_v1_low_noise.safetensors", "4step"),
     (flux.FLUX_DEV, "Hyper-FLUX.1-dev-8steps-lora.safetensors", "8step"),
+    (ltx2.LTX2, "ltx-2-19b-distilled-lora-384.safetensors", "8step"),
+    (ltx2.LTX23, "ltx-2.3-22b-distilled-lora-384.safetensors", "8step"),
+    (ltx2.LTX23, "ltx-2.3-22b-ic-lora-hdr-0.9.safetensors", None),
     (flux.FLUX_DEV, "Hyper-FLUX.1-dev-16steps-lora.safetensors", "16step"),
     (
         flux.FLUX_DEV,
@@ -126,6 +130,22 @@ def test_noise_levels_are_shifted_as_diffusers_shifts_those_of_a_pipeline():
     mu = compute_empirical_mu(image_seq_len=64 * 64, num_steps=8)
     theirs.set_timesteps(sigmas=[float(level) for level in settings.sigmas.split(",")], mu=mu)
     np.testing.assert_allclose(ours.sigmas.numpy(), theirs.sigmas.numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("card", [ltx2.LTX2, ltx2.LTX23], ids=lambda card: card.name)
+def test_distilled_ltx2_has_the_noise_levels_of_diffusers_whatever_the_size(card):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.pipelines.ltx2.utils import DISTILLED_SIGMA_VALUES
+
+    published = {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05, "shift_terminal": 0.1}
+    theirs = FlowMatchEulerDiscreteScheduler.from_config(published, use_dynamic_shifting=False, shift_terminal=None)
+    theirs.set_timesteps(sigmas=DISTILLED_SIGMA_VALUES)
+    for size in ({"height": 64, "width": 64}, {"height": 1088, "width": 1920, "num_frames": 257}):
+        settings = settings_of(card, "8step", **size)
+        ours = load_family(card.name).scheduling.factories[settings.scheduler](settings)
+        np.testing.assert_allclose(ours.sigmas.numpy(), theirs.sigmas.numpy(), atol=1e-7)
+        plan = make_plan(make_schedule(ours), settings, None)
+        assert (plan.guided, plan.forwards) == (0, 8)
 
 
 def test_a_chosen_value_goes_before_the_presets():

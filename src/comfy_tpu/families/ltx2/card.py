@@ -5,7 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, SoundFacts, Words
+from comfy_tpu.families.card import (
+    Config,
+    FamilyCard,
+    ImageInput,
+    Limits,
+    ModelCard,
+    NodeSet,
+    Preset,
+    SoundFacts,
+    Words,
+)
 
 TRANSFORMER: Config = {
     "in_channels": 128,
@@ -61,6 +71,16 @@ def refuse_newer(config: Config) -> str:
     )
 
 
+_DISTILLED: Config = {
+    "num_inference_steps": 8,
+    "guidance_scale": 1.0,
+    "scheduler": "euler-trailing",
+    "flow_shift": 1.0,
+    "sigmas": "1,0.99375,0.9875,0.98125,0.975,0.909375,0.725,0.421875",
+}
+"""Lightricks' own for its distilled models: no guidance, and noise levels that neither size nor length shifts."""
+_DISTILLED_NAMES = (r"ltx.*distill",)
+
 LTX2 = ModelCard(
     name="LTX-2",
     pipeline_classes=("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
@@ -70,7 +90,7 @@ LTX2 = ModelCard(
         size_max=4096,
         frames_multiple=8,
         frames_max=1025,
-        schedulers=("euler", "unipc", "dpm++"),
+        schedulers=("euler", "unipc", "dpm++", "euler-trailing"),
         tokens_max=1024,
         tokens_multiple=128,
         blocks=48,
@@ -101,6 +121,13 @@ LTX2 = ModelCard(
     licences={"Lightricks/LTX-2": "LTX-2 Community License"},
     matches=lambda index, config: not config.get("cross_attn_mod"),
     refuses=refuse_newer,
+    presets={
+        "8step": Preset(
+            _DISTILLED,
+            patterns=_DISTILLED_NAMES,
+            sources=("Lightricks/LTX-2/ltx-2-19b-distilled-lora-384.safetensors",),
+        ),
+    },
     image=ImageInput("first_frame"),
     reads_fps=True,
     sound=SoundFacts(latents_per_second=25.0),
@@ -114,6 +141,16 @@ LTX23 = dataclasses.replace(
     # As others report it of Lightricks/LTX-2.3; the conversion's own page was not seen.
     licences={"diffusers/LTX-2.3-Diffusers": "LTX-2 Community License"},
     matches=lambda index, config: bool(config.get("cross_attn_mod")),
+    presets={
+        "8step": Preset(
+            _DISTILLED,
+            patterns=_DISTILLED_NAMES,
+            sources=(
+                "diffusers/LTX-2.3-Distilled-Diffusers",
+                "Lightricks/LTX-2.3/ltx-2.3-22b-distilled-lora-384.safetensors",
+            ),
+        ),
+    },
 )
 
 CARD = FamilyCard(
@@ -131,7 +168,8 @@ CARD = FamilyCard(
             frames_max=257,
             words=Words(
                 text_encoder="LTX-2's Gemma 3 encoder",
-                schedulers="euler is LTX-2's own; unipc and dpm++ are multistep ones",
+                schedulers="euler is LTX-2's own; unipc and dpm++ are multistep ones; euler-trailing is for distilled "
+                "models, with a flow_shift that size and length do not change",
                 sizes="768×512 is the model's own size.",
                 guidance="How closely to follow the prompt. At 1 or less a step computes the prompt's branch alone: "
                 "neither the negative prompt nor the scales below count.",

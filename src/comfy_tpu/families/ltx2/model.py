@@ -12,6 +12,7 @@ from comfy_tpu.families.media import first_frame_clips
 from comfy_tpu.families.model_family import Denoiser, MediaEncoding, ModelFamily, Scheduling, TextEncoding
 from comfy_tpu.families.shared import all_frames_vae, first_frame
 from comfy_tpu.families.shared import terminal_shift_schedulers as schedulers
+from comfy_tpu.families.shared.schedulers import euler_from_one
 
 LTX2 = ModelFamily(
     card.LTX2,
@@ -27,7 +28,7 @@ LTX2 = ModelFamily(
         lora_names=lora_names,
     ),
     all_frames_vae.make_vae(vae.VAE),
-    Scheduling(schedulers.SCHEDULERS, own_schedulers=schedulers.own_schedulers),
+    Scheduling({**schedulers.SCHEDULERS, "euler-trailing": euler_from_one}, own_schedulers=schedulers.own_schedulers),
     MediaEncoding(
         all_frames_vae.encode_frames,
         first_frame_clips,
