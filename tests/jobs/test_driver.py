@@ -203,6 +203,16 @@ def test_killed_and_started_again(address: str) -> None:
     assert sorted(files(address).values()) == sorted(map(content, "abcd"))
 
 
+def test_results_are_not_written_through_a_link(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / RESULTS).symlink_to(other)
+    Folder(str(tmp_path / "out")).write_results([{"job": 1}])
+    assert other.read_text() == "mine"
+    assert (tmp_path / "out" / RESULTS).read_text() == '{"job": 1}\n'
+
+
 def test_a_link_out_of_the_directory(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()

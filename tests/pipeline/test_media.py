@@ -290,6 +290,7 @@ REFUSED_OUTPUTS = {
     "inside a file": ("file/x.mp4", "which is a file; choose another place"),
     "one image": ("x.png", "is one image and the video has 9 frames; write .*x-%04d.png, or ask for num_frames=1"),
     "two numbers": ("x%d-%d.png", "two places"),
+    "too many digits": ("x-%99999999999d.png", "is one image and the video has 9 frames"),
 }
 
 

@@ -126,7 +126,12 @@ class Folder:
 
         with self.writing() as directory:
             path = directory / RESULTS
-            with atomic.replacing(path) as partial, atomic.write_errors(path), partial.open("w") as file:
+            with (
+                # Nobody chose the name, and a link of that name may lead anywhere.
+                atomic.replacing(path, follows_links=False) as partial,
+                atomic.write_errors(path),
+                partial.open("w") as file,
+            ):
                 for result in results:
                     file.write(json.dumps(result, ensure_ascii=False) + "\n")
             if self.is_remote:

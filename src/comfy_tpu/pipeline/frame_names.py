@@ -6,8 +6,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-NUMBER = re.compile(r"%0?(?P<digits>\d*)d")
-"""The place of a frame's number in a name. Any other % is an ordinary character."""
+NUMBER = re.compile(r"%0?(?P<digits>\d{0,3})d")
+"""The place of a frame's number in a name, of up to 999 digits: no file has a longer name. Any other % is an ordinary
+character."""
 
 
 FRAME_NAME = "frame_%04d.png"
