@@ -27,8 +27,9 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.slow, pytest.mark.timeout(3 * 360
 PROMPTS = int(os.environ.get("COMFY_TPU_SOAK_PROMPTS", "500"))
 SEED = int(os.environ.get("COMFY_TPU_SOAK_SEED", "2025"))
 MEASUREMENTS = 5
-GROWTH, LATE_GROWTH = 40e6, 10e6
-"""Bytes in use after Free, over all prompts and over the last two fifths."""
+GROWTH, LATE_GROWTH = 25e6, 9e6
+"""Bytes in use after Free, over all prompts and over the last two fifths: 12.3 and 5.0 MB were measured (18.2 and 7.5
+before failed traces were freed), evenly, while arrays, programs, threads and mappings stayed as they were."""
 ENVIRONMENT = {"PYTHONMALLOC": "malloc", "MALLOC_ARENA_MAX": "1"}
 """One allocator for everything, so that what is in use can be told from what it keeps for the next prompt."""
 
