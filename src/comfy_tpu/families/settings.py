@@ -29,7 +29,7 @@ def make_settings(defaults: GenerationSettings, chosen: Mapping[str, Any], limit
             f"{unknown[0]} is not a setting; choose from {', '.join(sorted(known))}", field=unknown[0]
         )
     chosen = {name: value for name, value in chosen.items() if value is not None}
-    settings = dataclasses.replace(defaults, **{**_context_settings(chosen), **chosen})
+    settings = dataclasses.replace(defaults, **{**_context_settings(chosen, limits), **chosen})
     if settings.sigmas and "num_inference_steps" not in chosen:
         settings = dataclasses.replace(settings, num_inference_steps=len(parse_sigmas(settings.sigmas)))
     check_settings(settings, limits)
@@ -76,10 +76,10 @@ def guidance_scales(settings: GenerationSettings) -> tuple[float, float]:
     return settings.guidance_scale, second or settings.guidance_scale
 
 
-def _context_settings(chosen: Mapping[str, Any]) -> dict[str, Any]:
+def _context_settings(chosen: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
     """What becomes of a model's own settings of windows: who chooses a schedule or a length chooses none of the others,
-    which may not go with it."""
-    if "context" not in chosen and "context_frames" not in chosen:
+    which may not go with it. Segments have but one."""
+    if ("context" not in chosen and "context_frames" not in chosen) or limits.segment_overlaps:
         return {}
     names = (field.name for field in dataclasses.fields(GenerationSettings) if field.name.startswith("context"))
     return {name: getattr(GenerationSettings, name) for name in names}
