@@ -71,15 +71,18 @@ def refuse_newer(config: Config) -> str:
     )
 
 
-_DISTILLED: Config = {
-    "num_inference_steps": 8,
-    "guidance_scale": 1.0,
-    "scheduler": "euler-trailing",
-    "flow_shift": 1.0,
-    "sigmas": "1,0.99375,0.9875,0.98125,0.975,0.909375,0.725,0.421875",
-}
+_DISTILLED = Preset(
+    {
+        "num_inference_steps": 8,
+        "guidance_scale": 1.0,
+        "scheduler": "euler-trailing",
+        "flow_shift": 1.0,
+        "sigmas": "1,0.99375,0.9875,0.98125,0.975,0.909375,0.725,0.421875",
+    },
+    patterns=(r"ltx.*distill",),
+    sources=("Lightricks/LTX-2/ltx-2-19b-distilled-lora-384.safetensors",),
+)
 """Lightricks' own for its distilled models: no guidance, and noise levels that neither size nor length shifts."""
-_DISTILLED_NAMES = (r"ltx.*distill",)
 
 LTX2 = ModelCard(
     name="LTX-2",
@@ -121,13 +124,7 @@ LTX2 = ModelCard(
     licences={"Lightricks/LTX-2": "LTX-2 Community License"},
     matches=lambda index, config: not config.get("cross_attn_mod"),
     refuses=refuse_newer,
-    presets={
-        "8step": Preset(
-            _DISTILLED,
-            patterns=_DISTILLED_NAMES,
-            sources=("Lightricks/LTX-2/ltx-2-19b-distilled-lora-384.safetensors",),
-        ),
-    },
+    presets={"8step": _DISTILLED},
     image=ImageInput("first_frame"),
     reads_fps=True,
     sound=SoundFacts(latents_per_second=25.0),
@@ -142,9 +139,8 @@ LTX23 = dataclasses.replace(
     licences={"diffusers/LTX-2.3-Diffusers": "LTX-2 Community License"},
     matches=lambda index, config: bool(config.get("cross_attn_mod")),
     presets={
-        "8step": Preset(
+        "8step": dataclasses.replace(
             _DISTILLED,
-            patterns=_DISTILLED_NAMES,
             sources=(
                 "diffusers/LTX-2.3-Distilled-Diffusers",
                 "Lightricks/LTX-2.3/ltx-2.3-22b-distilled-lora-384.safetensors",
