@@ -10,7 +10,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo bench performance test test-all test-versions test-ray test-serve native-table test-comfyui pages aten-operators torchax-vs-flax porting-table lint clean
+.PHONY: demo bench performance test test-thorough test-all test-versions test-ray test-serve native-table test-comfyui pages aten-operators torchax-vs-flax porting-table lint clean
 
 PROMPT ?= a red circle moving right on a black background
 
@@ -31,11 +31,15 @@ bench: .venv/.installed-dev
 performance: .venv/.installed-dev
 	$(BIN)/comfy-tpu bench report benchmarks/results/*.json --output docs/performance.md --languages en,zh-CN
 
-# ruff, mypy and the layer contracts run inside, from tests/test_architecture.py.
+# 8 minutes on two cores, and no more. ruff, mypy and the layer contracts run inside, from tests/test_architecture.py.
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-# Also what is marked slow, gpu, tpu or comfyui. Tests of a device that is not there skip themselves;
+# Only what is marked thorough: further sizes, meshes and families, and whole processes. CI runs it after `make test`.
+test-thorough: .venv/.installed-dev
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m 'thorough and not slow and not gpu and not tpu and not comfyui'
+
+# Also what is marked thorough, slow, gpu, tpu or comfyui. Tests of a device that is not there skip themselves;
 # JAX_PLATFORMS=cuda,cpu make test-all runs on the GPU.
 test-all: .venv/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m ''

@@ -36,6 +36,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a run on an accelerator names its own
 # Kept from one run to the next, and from one checkout to another: a program's key is all that it is made of.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(user_cache_path("comfy-tpu") / "test-programs"))
+# Types that were checked once are not checked again, in a fresh clone either: 1 s instead of 45 s.
+os.environ.setdefault("MYPY_CACHE_DIR", str(user_cache_path("comfy-tpu") / "test-types"))
 # A stored program is found by the source of what it was traced from, which a monkeypatch does not change: only tests of
 # the store use it.
 os.environ.setdefault("COMFY_TPU_PROGRAM_STORE", "0")
@@ -46,6 +48,11 @@ gc.set_threshold(100_000, 20, 100)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts background jobs, and children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: `gc.collect()` looks at a million objects fewer, 0.7 s each time."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

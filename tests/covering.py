@@ -12,23 +12,32 @@ import pytest
 
 
 def covering(
-    names: str, *factors: Iterable[Any], strength: int = 2, always: Iterable[tuple[Any, ...]] = ()
+    names: str,
+    *factors: Iterable[Any],
+    strength: int = 2,
+    always: Iterable[tuple[Any, ...]] = (),
+    thorough: Iterable[tuple[Any, ...]] = (),
 ) -> pytest.MarkDecorator:
     """The product of `factors` as parameters, with all but a covering set marked slow.
 
     `strength`: how many factors' values are combined in every way; 1 where each value by itself is the subject, 0 where
     nothing but `always` runs by default.
     `always`: cases that are in the set whatever else is.
+    `thorough`: cases that are marked thorough instead, in the set or not.
     """
     lists = [list(factor) for factor in factors]
     rows = list(itertools.product(*(range(len(values)) for values in lists)))
-    fixed = [tuple(values.index(value) for values, value in zip(lists, case, strict=True)) for case in always]
-    chosen = set(covering_rows(rows, strength, fixed))
+
+    def find_rows(cases: Iterable[tuple[Any, ...]]) -> list[tuple[int, ...]]:
+        return [tuple(values.index(value) for values, value in zip(lists, case, strict=True)) for case in cases]
+
+    marks: dict[tuple[int, ...], list[pytest.MarkDecorator]] = dict.fromkeys(rows, [pytest.mark.slow])
+    marks |= dict.fromkeys(covering_rows(rows, strength, find_rows(always)), [])
+    marks |= dict.fromkeys(find_rows(thorough), [pytest.mark.thorough])
     cases = [[values[index] for values, index in zip(lists, row, strict=True)] for row in rows]
-    slow = [[] if row in chosen else [pytest.mark.slow] for row in rows]
     return pytest.mark.parametrize(
         [name.strip() for name in names.split(",")],
-        [pytest.param(*case, marks=marks) for case, marks in zip(cases, slow, strict=True)],
+        [pytest.param(*case, marks=marks[row]) for case, row in zip(cases, rows, strict=True)],
     )
 
 

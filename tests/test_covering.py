@@ -28,6 +28,12 @@ def test_the_rest_of_the_product_is_slow() -> None:
     assert {number for _, number in default} == {1, 2, 3}
 
 
+def test_thorough_cases_are_neither_default_nor_slow() -> None:
+    parameters = covering("letter, number", "ab", [1, 2], strength=0, always=[("a", 1)], thorough=[("b", 2)]).args[1]
+    marks = {parameter.values: [mark.name for mark in parameter.marks] for parameter in parameters}
+    assert marks == {("a", 1): [], ("a", 2): ["slow"], ("b", 1): ["slow"], ("b", 2): ["thorough"]}
+
+
 def test_cases_that_are_always_run_count_for_the_others() -> None:
     parameters = covering("letter, number", "ab", [1, 2], strength=1, always=[("a", 2), ("b", 2)]).args[1]
     assert {parameter.values for parameter in parameters if not parameter.marks} == {("a", 2), ("b", 2), ("a", 1)}
