@@ -14,9 +14,22 @@ from pathlib import Path
 import pytest
 from platformdirs import user_cache_path
 
+from tests.covering import mark_thorough_cases
+
 MAPPINGS = 20_000
 LONG = (
-    *("test_architecture.py", "families", "pipeline", "nnx", "cli", "porting", "parity", "compiler", "bench"),
+    *(
+        "test_architecture.py",
+        "test_imports.py",
+        "families",
+        "pipeline",
+        "nnx",
+        "cli",
+        "porting",
+        "parity",
+        "compiler",
+        "bench",
+    ),
     *("test_python_guide.py", "test_facade.py", "test_packaging.py"),
 )
 """In the order in which they are begun, before all others: a long file at the end leaves the other worker idle."""
@@ -55,7 +68,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_thorough_cases(items, whole=not any("::" in argument for argument in config.args))
+
     def turn(item: pytest.Item) -> int:
         top = item.path.relative_to(Path(__file__).parent).parts[0]
         return LONG.index(top) if top in LONG else len(LONG)

@@ -12,32 +12,23 @@ import pytest
 
 
 def covering(
-    names: str,
-    *factors: Iterable[Any],
-    strength: int = 2,
-    always: Iterable[tuple[Any, ...]] = (),
-    thorough: Iterable[tuple[Any, ...]] = (),
+    names: str, *factors: Iterable[Any], strength: int = 2, always: Iterable[tuple[Any, ...]] = ()
 ) -> pytest.MarkDecorator:
     """The product of `factors` as parameters, with all but a covering set marked slow.
 
     `strength`: how many factors' values are combined in every way; 1 where each value by itself is the subject, 0 where
     nothing but `always` runs by default.
     `always`: cases that are in the set whatever else is.
-    `thorough`: cases that are marked thorough instead, in the set or not.
     """
     lists = [list(factor) for factor in factors]
     rows = list(itertools.product(*(range(len(values)) for values in lists)))
-
-    def find_rows(cases: Iterable[tuple[Any, ...]]) -> list[tuple[int, ...]]:
-        return [tuple(values.index(value) for values, value in zip(lists, case, strict=True)) for case in cases]
-
-    marks: dict[tuple[int, ...], list[pytest.MarkDecorator]] = dict.fromkeys(rows, [pytest.mark.slow])
-    marks |= dict.fromkeys(covering_rows(rows, strength, find_rows(always)), [])
-    marks |= dict.fromkeys(find_rows(thorough), [pytest.mark.thorough])
+    fixed = [tuple(values.index(value) for values, value in zip(lists, case, strict=True)) for case in always]
+    chosen = set(covering_rows(rows, strength, fixed))
     cases = [[values[index] for values, index in zip(lists, row, strict=True)] for row in rows]
+    slow = [[] if row in chosen else [pytest.mark.slow] for row in rows]
     return pytest.mark.parametrize(
         [name.strip() for name in names.split(",")],
-        [pytest.param(*case, marks=marks[row]) for case, row in zip(cases, rows, strict=True)],
+        [pytest.param(*case, marks=marks) for case, marks in zip(cases, slow, strict=True)],
     )
 
 
@@ -54,3 +45,19 @@ def covering_rows(
         chosen.append(best)
         missing -= parts[best]
     return chosen
+
+
+def mark_thorough_cases(items: Iterable[pytest.Item], *, whole: bool) -> None:
+    """Of a test with `default_cases`, marks the cases with other ids thorough.
+
+    `whole`: `items` has all cases, so an id that none of them has is an error.
+    """
+    missing: dict[str, set[str]] = {}
+    for item in items:
+        if (named := item.get_closest_marker("default_cases")) is not None:
+            case = item.callspec.id  # type: ignore[attr-defined]
+            missing.setdefault(item.nodeid.split("[")[0], set(named.args)).discard(case)
+            if case not in named.args:
+                item.add_marker(pytest.mark.thorough)
+    if whole and (unknown := {test: ids for test, ids in missing.items() if ids}):
+        raise pytest.UsageError(f"default_cases names cases that are not there: {unknown}")

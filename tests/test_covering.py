@@ -1,10 +1,12 @@
 """That what runs by default covers what it is said to cover."""
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.covering import covering, covering_rows
+from tests.covering import covering, covering_rows, mark_thorough_cases
 
 
 @pytest.mark.parametrize(
@@ -28,12 +30,32 @@ def test_the_rest_of_the_product_is_slow() -> None:
     assert {number for _, number in default} == {1, 2, 3}
 
 
-def test_thorough_cases_are_neither_default_nor_slow() -> None:
-    parameters = covering("letter, number", "ab", [1, 2], strength=0, always=[("a", 1)], thorough=[("b", 2)]).args[1]
-    marks = {parameter.values: [mark.name for mark in parameter.marks] for parameter in parameters}
-    assert marks == {("a", 1): [], ("a", 2): ["slow"], ("b", 1): ["slow"], ("b", 2): ["thorough"]}
-
-
 def test_cases_that_are_always_run_count_for_the_others() -> None:
     parameters = covering("letter, number", "ab", [1, 2], strength=1, always=[("a", 2), ("b", 2)]).args[1]
     assert {parameter.values for parameter in parameters if not parameter.marks} == {("a", 2), ("b", 2), ("a", 1)}
+
+
+def collected(case: str, *default: str) -> Any:
+    marks = [pytest.mark.default_cases(*default).mark] if default else []
+    return SimpleNamespace(
+        nodeid=f"test.py::test[{case}]",
+        callspec=SimpleNamespace(id=case),
+        get_closest_marker=lambda _: marks[0] if marks else None,
+        add_marker=marks.append,
+        marks=marks,
+    )
+
+
+def test_cases_that_are_not_named_are_thorough() -> None:
+    named, other, plain = items = collected("a", "a"), collected("b", "a"), collected("c")
+    mark_thorough_cases(items, whole=True)
+    assert pytest.mark.thorough in other.marks
+    assert pytest.mark.thorough not in named.marks
+    assert plain.marks == []
+
+
+def test_named_cases_exist() -> None:
+    items = [collected("a", "a", "z")]
+    mark_thorough_cases(items, whole=False)
+    with pytest.raises(pytest.UsageError, match="names cases that are not there: .*test.py::test.*'z'"):
+        mark_thorough_cases(items, whole=True)

@@ -214,9 +214,9 @@ def test_the_porting_guide_has_a_section_for_every_error_and_trap(name):
 
 def messages(file):
     """Every string of a module that is not a docstring."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    described = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    described = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    strings = (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return [node.value for node in strings if id(node) not in described]
 
 

@@ -81,6 +81,7 @@ def test_saving(name: str, video: Video, tmp_path: Path) -> None:
         assert np.array_equal(np.load(written), video.frames)
 
 
+@pytest.mark.thorough  # by default: a call of one
 def test_several_prompts_and_videos(pipe: comfy_tpu.Pipeline, video: Video) -> None:
     first, second = pipe([PROMPT, "a blue square"], seed=7, **SIZE)
     assert np.array_equal(first.frames, video.frames)

@@ -201,6 +201,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.thorough  # by default: the command of the doctor, and the files of the wheel
 def test_installed_package_opens_both_demo_models_and_finds_its_pages(installed, tmp_path):
     pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
     done = installed.run("python", "-c", OPEN, json.dumps(pages), cwd=tmp_path)

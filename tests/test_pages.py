@@ -166,8 +166,9 @@ def messages():
     """Every string of the package that is not a docstring."""
     for path in (ROOT / "src" / "comfy_tpu").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        described = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+        nodes = list(ast.walk(tree))
+        described = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in described:
                 yield node.value
 

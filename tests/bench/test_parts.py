@@ -125,6 +125,7 @@ def tiny_vae(monkeypatch):
     monkeypatch.setattr(random_modules, "count_operations", lambda module, call: 7.0)
 
 
+@pytest.mark.thorough  # by default: tests/parity
 @pytest.mark.usefixtures("tiny_vae")
 def test_our_vae_is_diffusers_both_ways(tmp_path):
     rows = run("vae", "small:flux", tmp_path, size="32x16x1")

@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from comfy_tpu.bridge import compat
 
 OBSERVE = """
 import json, os, sys, warnings
+import pytest
 import torch
 import torch.distributed._functional_collectives
 def state():
@@ -67,6 +69,7 @@ def test_missing_names_are_substituted_for_torchax_only() -> None:
     assert not hasattr(torch.ops.aten.add, "no_such_overload")
 
 
+@pytest.mark.thorough  # by default: a good import
 def test_somebody_elses_failed_import_does_no_harm() -> None:
     spoil = "import sys, types\nsys.modules['torchax.tensor'] = types.ModuleType('torchax.tensor')\n"
     check = "import comfy_tpu.bridge, torchax; assert torchax.tensor.Environment"

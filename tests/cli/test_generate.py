@@ -557,6 +557,7 @@ INTERRUPTS = {
 SLOW_INTERRUPTS = ("Ctrl-C while writing", "hang-up while writing")
 
 
+@pytest.mark.default_cases("Ctrl-C while denoising")
 @pytest.mark.parametrize(
     ("stage", "number", "status", "err", "partial"),
     [

@@ -224,6 +224,7 @@ def test_json_lines_come_at_the_beginning_the_end_and_now_and_then(capsys, monke
     assert events[-1] == {"event": "done", "directory": "m", "bytes": 40}
 
 
+@pytest.mark.thorough  # by default: tests/hub/test_download.py
 def test_an_interrupted_download_goes_on_in_the_next_process(home):
     """Ctrl-C while the first shard comes: the second process asks for the rest of it."""
     hub = FakeHub({**NEEDED, **OTHERS})

@@ -117,6 +117,7 @@ def test_what_the_compiler_refuses_is_said_and_the_formula_stays(
     assert not image.exists()
 
 
+@pytest.mark.thorough  # by default: the other lines
 def test_temporaries_of_other_generations_are_said_to_be_a_guess(capsys):
     _, out, _ = plan(capsys, "demo", "--tpu", "v5e-1")
     assert "v5e-1: 1 chip as 1x1; a device has 16.0 GB" in out

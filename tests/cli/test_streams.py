@@ -68,6 +68,15 @@ def test_closed_streams_are_nobodys(closed: str, look: list[str], tmp_path: Path
     assert json.loads((tmp_path / "made.json").read_text())["number"] > 2
 
 
+@pytest.mark.default_cases(
+    "stdout full-",
+    "stdout not writable-",
+    "stderr full-",
+    "stderr full-1",
+    "stderr unread-",
+    "stdout unread-",
+    "stdin closed-1",
+)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     ("redirections", "words", "status", "error"),

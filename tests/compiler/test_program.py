@@ -283,6 +283,7 @@ def fails_in_an_operator(module: Any, x: torch.Tensor) -> torch.Tensor:
     return (x + torch.arange(4.0)) @ x
 
 
+@pytest.mark.default_cases("fails_in_a_scan")
 @pytest.mark.parametrize("method", [fails, fails_in_a_scan, fails_in_an_operator])
 def test_a_trace_that_fails_leaves_nothing_behind(method: Callable[..., Any]) -> None:
     """JAX leaves all of it behind, for as long as the process lives, if it has a constant."""

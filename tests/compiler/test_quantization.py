@@ -59,6 +59,7 @@ def transformer(kind, mesh):
     return Component(model.spec, model.config, make_placement(mesh), dtype=torch.float32, quantize=kind)
 
 
+@pytest.mark.default_cases("int8-dp=2,tp=4")
 @covering(
     "kind, mesh",
     KINDS,

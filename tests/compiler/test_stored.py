@@ -91,6 +91,7 @@ class Run:
 STORED = ["compiling", "ready"]
 
 
+@pytest.mark.default_cases("single")
 @pytest.mark.parametrize("mesh", ["single", pytest.param("dp=2,sp=4", marks=pytest.mark.slow), "sp=2,tp=4"])
 def test_a_second_run_traces_nothing_and_computes_the_same(cache: CacheConfig, mesh: str) -> None:
     first, second = Run(cache, mesh), Run(cache, mesh)
@@ -111,6 +112,7 @@ def test_the_module_is_built_only_to_trace(used: CacheConfig) -> None:
     assert again.component.slots == Run(CacheConfig(enabled=False), "single").component.slots
 
 
+@pytest.mark.thorough  # by default: a compiled one is
 def test_an_executable_from_jaxs_cache_is_stored_too(cache: CacheConfig) -> None:
     """After an update of comfy-tpu JAX still has the executable, which could not be serialised a second time."""
     expected = Run(cache, "single")()
@@ -162,6 +164,7 @@ def other_model_source(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.default_cases("other_source", "other_version")
 @pytest.mark.parametrize(
     "change", [other_source, other_version, other_driver, other_flags, other_setting, other_model_source]
 )
@@ -176,6 +179,7 @@ def test_a_program_of_another_origin_is_never_used(
     assert "tracing" in other.stages
 
 
+@pytest.mark.default_cases("dtype")
 @pytest.mark.parametrize(
     "options",
     [
@@ -198,6 +202,7 @@ def test_other_shapes_are_other_programs(used: CacheConfig) -> None:
     assert "tracing" in other.stages
 
 
+@pytest.mark.default_cases("entry")
 @pytest.mark.parametrize("kind", ["entry", "executable", "both empty"])
 def test_damage_is_replaced(cache: CacheConfig, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     expected = Run(cache, "single")()
@@ -219,6 +224,7 @@ def test_damage_is_replaced(cache: CacheConfig, kind: str, caplog: pytest.LogCap
     assert again.stages == STORED
 
 
+@pytest.mark.thorough  # by default: damage is replaced
 def test_an_executable_that_was_evicted_is_compiled_again(cache: CacheConfig) -> None:
     expected = Run(cache, "single")()
     assert cache.directory is not None
@@ -358,6 +364,7 @@ def test_classes_that_another_package_has_patched_are_not_stored(
     assert not list_programs(cache.directory)
 
 
+@pytest.mark.thorough  # by default: one that was patched before
 def test_a_class_that_is_patched_later_is_not_stored_either(
     cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,6 +398,7 @@ def test_patched_attention_processors_are_found(monkeypatch: pytest.MonkeyPatch)
     assert find_foreign_code(attention) == "WanAttnProcessor.__call__"
 
 
+@pytest.mark.thorough  # by default: patched classes are not
 def test_what_was_installed_after_the_start_is_not_stored(cache: CacheConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "_BEGIN", 0.0)
     Run(cache, "single")()
@@ -436,6 +444,7 @@ def test_the_limit_holds_for_programs_that_are_not_stored(tmp_path: Path, monkey
     assert not old.exists()
 
 
+@pytest.mark.thorough  # by default: a second run
 def test_a_logging_configuration_does_not_switch_the_store_off(cache: CacheConfig) -> None:
     """`logging.config` disables the loggers that it does not name."""
     compiler = logging.getLogger("jax._src.compiler")

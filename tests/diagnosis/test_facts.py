@@ -118,6 +118,7 @@ def test_importing_is_tried_elsewhere():
     assert facts.import_error(["json", "no_such_module"]) == "ModuleNotFoundError: No module named 'no_such_module'"
 
 
+@pytest.mark.thorough  # by default: importing is tried elsewhere, above
 def test_torchvision_of_another_torch(tmp_path, monkeypatch):
     """As torchvision 0.28.0 of PyPI fails beside torch 2.13.0+cpu, with every requirement met."""
     write(tmp_path / "torch.py")
@@ -185,7 +186,7 @@ def test_devices_when_jax_hangs(fake_jax):
     assert facts.devices(timeout_s=0.5).error == "JAX was still starting after 0 s"
 
 
-@pytest.mark.slow  # by default: the installed package in tests/test_packaging.py
+@pytest.mark.slow  # by default: the command, tests/cli/test_doctor.py
 def test_devices_opens_the_demo_models_and_leaves_no_trace_in_this_process():
     before = dict(os.environ)
     found = facts.devices(timeout_s=900)

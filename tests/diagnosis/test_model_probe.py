@@ -20,6 +20,7 @@ def demo(tmp_path):
     return shutil.copytree(DEMO_DIRECTORY, tmp_path / "demo")
 
 
+@pytest.mark.default_cases("1-False")
 @pytest.mark.parametrize(("count", "fits"), [(8, True), (1, False)])
 def test_a_published_model_that_is_not_here(count, fits):
     found = facts.parse_model(probe("Wan-AI/Wan2.1-T2V-14B-Diffusers", **V6E, device_count=count))

@@ -25,6 +25,7 @@ def first_words(name: str) -> str:
     return max((words for words in AUTO if name.startswith(words)), key=len, default="")
 
 
+@pytest.mark.default_cases("Flux.1", "LTX-Video")
 @pytest.mark.parametrize(
     "name", [name if name in _BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in AUTO]
 )

@@ -128,6 +128,7 @@ def test_the_picture_of_schnell_is_that_of_diffusers(mesh: str, height: int, wid
     assert psnr(picture(opened("schnell", mesh), height=height, width=width), reference) >= SAME
 
 
+@pytest.mark.thorough  # by default: those of Wan, tests/pipeline/test_video.py
 @pytest.mark.parametrize("variant", ["dev", pytest.param("schnell", marks=pytest.mark.slow)])
 def test_another_scheduler(variant: str) -> None:
     actual = picture(opened(variant), scheduler="unipc")
@@ -187,6 +188,7 @@ def test_sigmas_are_those_of_diffusers() -> None:
         np.testing.assert_allclose(plain.sigmas, sigmas, rtol=1e-6)
 
 
+@pytest.mark.default_cases("sp=2,tp=4-False-8-dtype1")
 @pytest.mark.parametrize(
     ("mesh", "scan", "text_tokens", "dtype"),
     [
@@ -407,6 +409,7 @@ def photograph(path: Path) -> Path:
     return path
 
 
+@pytest.mark.thorough  # by default: a video to begin with, test_wan_video_to_video.py
 @pytest.mark.parametrize(
     ("variant", "strength", "mesh", "size"),
     [

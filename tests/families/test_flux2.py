@@ -66,6 +66,7 @@ def expected(variant: str, num_videos: int = 1, **changed: Any) -> torch.Tensor:
     return images.permute(0, 2, 3, 1)
 
 
+@pytest.mark.default_cases("base-dp=2,tp=4-size9")
 @covering(
     "variant, mesh, size",
     VARIANTS,
@@ -110,6 +111,7 @@ def test_several_pictures_at_once() -> None:
     assert psnr(actual[:1], actual[1:]) < 40
 
 
+@pytest.mark.thorough  # by default: that of Flux.1 dev, test_flux.py
 def test_dev_reads_its_guidance_and_one_program_does_for_all_numbers() -> None:
     pipeline = opened("dev")
     first = picture(pipeline)
@@ -157,6 +159,7 @@ def test_sigmas_are_those_of_diffusers() -> None:
         np.testing.assert_allclose(found.sigmas, reference.sigmas[:-1].numpy(), rtol=1e-6)
 
 
+@pytest.mark.default_cases("sp=2,tp=4-False-8-dtype2")
 @pytest.mark.parametrize(
     ("mesh", "scan", "text_tokens", "dtype"),
     [
@@ -272,6 +275,7 @@ def test_it_does_not_start_from_a_picture() -> None:
         pipeline.encode_media(given, pipeline.settings(**CHOSEN))
 
 
+@pytest.mark.thorough  # by default: test_full_size.py
 @pytest.mark.parametrize(
     "model", [pytest.param("black-forest-labs/FLUX.2-klein-4B", marks=pytest.mark.slow), "black-forest-labs/FLUX.2-dev"]
 )

@@ -54,6 +54,7 @@ STYLES = {
 
 
 # comfy by default: whole, in test_every_style_of_one_lora_is_that_of_diffusers_on_every_mesh.
+@pytest.mark.default_cases("kohya")
 @pytest.mark.parametrize(
     "style", [pytest.param(style, marks=[pytest.mark.slow] if style == "comfy" else []) for style in STYLES]
 )
@@ -69,6 +70,7 @@ def test_weights_are_those_that_diffusers_fuses(style: str, tmp_path: Path) -> N
 WHOLE = {"kohya": lambda made: kohya_style(made, alpha=4.0), "comfy": comfy_style, "original": original_style}
 
 
+@pytest.mark.default_cases("comfy-dp=2,tp=4")
 @covering("style, mesh", WHOLE, MESHES, strength=1)
 def test_every_style_of_one_lora_is_that_of_diffusers_on_every_mesh(style: str, mesh: str, tmp_path: Path) -> None:
     """With everything that there is: diffusers gets its own names, taken apart by hand."""
@@ -84,6 +86,7 @@ def test_every_style_of_one_lora_is_that_of_diffusers_on_every_mesh(style: str, 
     assert (error(actual, {name: expected[name]}) < 1e-5) == (tp == 1), "its rows are in another order at tp=4"
 
 
+@pytest.mark.thorough  # by default: schnell, test_flux_lora.py
 def test_klein_has_no_place_for_guidance_and_takes_the_rest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "a.safetensors", comfy_style(without("guidance_in.out_layer")))
     actual = weights([Lora(path)], variant="klein")

@@ -10,6 +10,7 @@ from comfy_tpu.planning.plan import parse_size
 from tests.families.test_flux_plan import check
 
 
+@pytest.mark.default_cases("FLUX.2-dev-56-32200000000.0")
 @pytest.mark.parametrize(
     ("name", "layers", "parameters"),
     [("FLUX.2-dev", 56, 32.2e9), ("FLUX.2-klein-9B", 32, 9.08e9), ("FLUX.2-klein-4B", 25, 3.88e9)],
@@ -22,6 +23,7 @@ def test_sizes(name: str, layers: int, parameters: float) -> None:
     assert weights == pytest.approx(parameters, rel=0.005)
 
 
+@pytest.mark.thorough  # by default: the sizes, above
 def test_the_base_model_computes_two_branches() -> None:
     model = find_model("FLUX.2-klein-base-4B")
     assert model.workload(parse_size("1024", model)).batch == 2

@@ -57,6 +57,7 @@ STYLES = {
 
 
 # comfy by default: whole, in test_every_style_of_one_lora_is_that_of_diffusers_on_every_mesh.
+@pytest.mark.default_cases("kohya")
 @pytest.mark.parametrize(
     "style", [pytest.param(style, marks=[pytest.mark.slow] if style == "comfy" else []) for style in STYLES]
 )
@@ -81,6 +82,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.default_cases("original-dp=2,sp=4")
 @covering("style, mesh", WHOLE, MESHES, strength=1)
 def test_every_style_of_one_lora_is_that_of_diffusers_on_every_mesh(style: str, mesh: str, tmp_path: Path) -> None:
     """With linear1 and everything outside the blocks: diffusers gets its own names, taken apart by hand."""

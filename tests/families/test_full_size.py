@@ -36,6 +36,16 @@ WAN = {
 }
 
 
+@pytest.mark.default_cases(
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers-v6e-8",
+    "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers-v6e-8",
+    "Wan-AI/Wan2.1-VACE-14B-diffusers-v6e-8",
+    "black-forest-labs/FLUX.1-dev-v6e-8",
+    "black-forest-labs/FLUX.2-dev-v6e-8",
+    "Lightricks/LTX-Video-v6e-8",
+    "Tongyi-MAI/Z-Image-Turbo-v6e-8",
+    "Qwen/Qwen-Image-v6e-8",
+)
 @pytest.mark.parametrize("tpu", ["v6e-8", pytest.param("v5p-8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_it_fits_on_eight(name: str, tpu: str) -> None:
@@ -74,6 +84,7 @@ def test_wan_lowers_for_tpu_at_its_full_size(name: str, tpu: str) -> None:
     assert 1 + rotations <= facts.kernels <= kinds * (cross + rotations)
 
 
+@pytest.mark.thorough  # by default: what Wan's does, below
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [

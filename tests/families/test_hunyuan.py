@@ -165,6 +165,7 @@ def transformer_case(
 PROMPT_AXES = dict.fromkeys(("latents", "text", "text_mask", "glyph", "glyph_mask"), ("dp",))
 
 
+@pytest.mark.default_cases("dp=2,tp=4-True")
 @covering(
     "mesh, scan",
     [*MESHES, "tp=8", "sp=8"],
@@ -301,6 +302,7 @@ def test_full_size_lowers_for_eight_chips(width: int, height: int) -> None:
     assert programs["decode_frame 1"]["outputs"][0] == [1, 4, height, width, 3]
 
 
+@pytest.mark.thorough  # by default: tests/planning/test_counted_work.py
 @pytest.mark.parametrize("sizes", [MeshSizes(dp=2, sp=2, tp=2)], ids=str)
 def test_the_workload_counts_the_weights_of_the_published_model(sizes: MeshSizes) -> None:
     config = hunyuan_model.HUNYUAN15.card.published["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v"]

@@ -87,6 +87,7 @@ def expected(image: Image.Image) -> torch.Tensor:
     ).frames.permute(0, 1, 3, 4, 2)
 
 
+@pytest.mark.thorough  # by default: the encoded picture, above, and the video without one, test_hunyuan.py
 @pytest.mark.parametrize(
     ("mesh", "width", "height"),
     [

@@ -148,6 +148,7 @@ def fused(tensors: Tensors, strength: float) -> Tensors:
 PREFIXES = {"diffusers": "transformer.", "authors": "", "ComfyUI": "diffusion_model.", "HunyuanVideo": "transformer."}
 
 
+@pytest.mark.default_cases("HunyuanVideo-single", "kohya-single")
 @covering("style, mesh", [*PREFIXES, "kohya"], MESHES, strength=1)
 def test_weights_are_those_that_diffusers_fuses(style: str, mesh: str, tmp_path: Path) -> None:
     made = styles()

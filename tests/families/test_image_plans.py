@@ -11,6 +11,7 @@ from tests.auto_layouts import as_text
 from tests.families.test_flux_plan import check
 
 
+@pytest.mark.default_cases("Z-Image-Turbo-4096-512-1-32-6150000000.0")
 @pytest.mark.parametrize(
     ("name", "tokens", "text", "batch", "layers", "parameters"),
     [
@@ -31,6 +32,7 @@ def test_sizes(name: str, tokens: int, text: int, batch: int, layers: int, param
     assert weights == pytest.approx(parameters, rel=0.01)
 
 
+@pytest.mark.default_cases("Qwen-Image-v6e-8-dp=2,tp=4", "Z-Image-Turbo-v6e-8-sp=4,tp=2")
 @pytest.mark.parametrize(
     ("name", "tpu", "taken"),
     [

@@ -104,6 +104,7 @@ def test_the_comparison_would_see_another_request() -> None:
     )
 
 
+@pytest.mark.thorough  # by default: the video and its programs, above
 def test_other_frame_rates_are_other_videos_and_no_other_program() -> None:
     pipeline = opened("single")
     video(pipeline, "64x32x9")
@@ -294,6 +295,7 @@ def test_blocks_that_are_not_scanned_say_the_same() -> None:
     assert relative_error(to_host(component.program(unrolled)(weights, **inputs)), answer) <= 1e-4
 
 
+@pytest.mark.thorough  # by default: that of Wan, tests/parity
 def test_transformer_in_bfloat16() -> None:
     inputs, answer = transformer_case()
     assert relative_error(answered("dp=2,sp=4", inputs, dtype=torch.bfloat16), answer) <= 2e-2

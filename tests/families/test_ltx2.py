@@ -129,6 +129,7 @@ def picture() -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (41, 70, 3), dtype=np.uint8))
 
 
+@pytest.mark.thorough  # by default: that of LTX-Video, test_ltx.py
 @pytest.mark.parametrize(
     ("mesh", "size"),
     [
@@ -152,6 +153,7 @@ def test_one_compilation_for_every_prompt_and_scale_of_a_size() -> None:
     assert max(closeness(other, expected(size))) < 60
 
 
+@pytest.mark.thorough  # by default: the stage of a server, below, and tests/pipeline/test_sound.py
 def test_stages_write_one_file_with_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """encode, denoise and decode, each from the file before it, as the command line runs them."""
     prompt, width, height, frames = SIZES["64x64x9"]

@@ -39,6 +39,7 @@ DEFAULT, *OTHER = AUTO["LTX-2.3"]
 """What `auto` takes: the first by default, because all of the model's parts are in one comparison."""
 
 
+@pytest.mark.thorough  # by default: those of LTX-2, test_ltx2.py
 @pytest.mark.parametrize(
     ("mesh", "size"),
     [

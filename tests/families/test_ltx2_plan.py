@@ -18,6 +18,7 @@ from tests.families import lower_ltx2
 from tests.lowering import assert_bounded_work, measure_lowering
 
 
+@pytest.mark.thorough  # by default: tests/planning/test_counted_work.py
 def test_the_published_size() -> None:
     model = find_model("LTX-2")
     work = model.workload(model.defaults)

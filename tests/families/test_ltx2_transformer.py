@@ -123,6 +123,7 @@ def test_both_streams_are_those_of_diffusers(mesh: str) -> None:
     assert relative_error(answered(mesh), answer()) <= 1e-4
 
 
+@pytest.mark.thorough  # by default: the video, test_ltx2.py
 @pytest.mark.parametrize("mesh", ["dp=2,tp=4", pytest.param("single", marks=pytest.mark.slow)])
 def test_rows_of_a_batch_are_branches_of_guidance(mesh: str) -> None:
     """The first without attention between the streams, the second without self-attention in one block."""

@@ -64,6 +64,7 @@ def base() -> Tensors:
     return small_ltx.reference().transformer.state_dict()
 
 
+@pytest.mark.default_cases("ComfyUI-single")
 @pytest.mark.parametrize(
     ("style", "mesh"),
     [

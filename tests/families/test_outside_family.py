@@ -149,6 +149,7 @@ def test_bench_measures_it_beside_diffusers(installed: Path, tmp_path: Path) -> 
     assert 0 < errors["ours"] < 1e-5
 
 
+@pytest.mark.thorough  # by default: a pack's, tests/porting/test_scaffold_pack.py
 def test_its_nodes_are_there(installed: Path, tmp_path: Path) -> None:
     nodes = load_pack(tmp_path, also_on_path=installed)["nodes"]
     kinds = ("TextEncoder", "ImageEncoder", "TPUSampler", "TPUVAEDecoder", "TPUPipeline")

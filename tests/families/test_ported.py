@@ -71,6 +71,7 @@ def predict(module: Any, latents: torch.Tensor, timestep: torch.Tensor, text: to
     return module(latents, text, timestep, image_rotary_emb=tables, return_dict=False)[0]
 
 
+@pytest.mark.default_cases("dp=2,sp=4")
 @pytest.mark.parametrize("mesh", ["tp=4", "dp=2,sp=4"])
 def test_a_model_that_writes_into_its_queries(mesh: str) -> None:
     generator = torch.Generator().manual_seed(1)

@@ -56,6 +56,18 @@ def one_of_each_transformer() -> list[Any]:
     return made
 
 
+@pytest.mark.default_cases(
+    "Wan 2.1",
+    "Wan 2.1 image-to-video",
+    "Wan 2.1 first and last frame",
+    "Wan 2.1 VACE",
+    "Flux.1 dev",
+    "Flux.2 dev",
+    "HunyuanVideo-1.5",
+    "LTX-Video",
+    "Z-Image Turbo",
+    "Qwen-Image",
+)
 @pytest.mark.parametrize("family", one_of_each_transformer())
 def test_large_products_are_in_8_bits(family: ModelFamily) -> None:
     spec, config = family.transformer, next(iter(family.card.published.values()))

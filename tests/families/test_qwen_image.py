@@ -252,6 +252,7 @@ def test_text_encoders_that_are_refused() -> None:
         build({**config, "vision_config": other})
 
 
+@pytest.mark.thorough  # by default: test_full_size.py
 @pytest.mark.parametrize(
     ("name", "chip"),
     [

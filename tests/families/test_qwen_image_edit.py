@@ -83,6 +83,7 @@ def test_the_picture_is_that_of_diffusers(variant: str, mesh: str, size: tuple[i
     assert psnr(made(opened(variant, mesh), images, **chosen), reference) >= SAME
 
 
+@pytest.mark.thorough  # by default: that of Qwen-Image, test_qwen_image.py
 @pytest.mark.usefixtures("reduced_areas")
 @pytest.mark.parametrize("variant", ["edit", pytest.param("plus", marks=pytest.mark.slow)])
 def test_one_program_does_for_all_prompts_and_images_of_a_size(variant: str) -> None:

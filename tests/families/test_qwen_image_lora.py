@@ -55,6 +55,7 @@ def base() -> Tensors:
     return small_qwen_image.reference("image").transformer.state_dict()
 
 
+@pytest.mark.default_cases("ComfyUI-single", "Lightning-single")
 @pytest.mark.parametrize(
     ("style", "mesh"),
     [*((style, "single") for style in STYLES), pytest.param("diffusers", "dp=2,tp=4", marks=pytest.mark.slow)],

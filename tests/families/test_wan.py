@@ -89,6 +89,7 @@ def expected(kind: str, height: int = 64, width: int = 96, pictures: int | None 
     ).frames.permute(0, 1, 3, 4, 2)
 
 
+@pytest.mark.default_cases("2.1 image-single", "2.2-single")
 @covering(
     "kind, mesh",
     KINDS,
@@ -138,6 +139,7 @@ def test_wan22_from_a_first_picture_alone() -> None:
     assert psnr(expected("2.2 image", pictures=1), expected("2.2 image")) < 70, "the last one has its part in it"
 
 
+@pytest.mark.thorough  # by default: the switch, test_wan_swap.py
 def test_both_transformers_take_part_and_are_one_program() -> None:
     pipeline = VideoPipeline.open(
         wan_pipelines.directory("2.2"), RuntimeConfig(mesh="single"), residency=Residency(ResidencyConfig())
@@ -223,6 +225,7 @@ def test_one_frame_has_no_last_one() -> None:
         pipeline.encode(PROMPT, settings, [picture(0), picture(1)])
 
 
+@pytest.mark.default_cases("'2.1 image'-{'num_frames': 5}")
 @pytest.mark.parametrize(
     ("kind", "changed"),
     [

@@ -102,6 +102,7 @@ def test_the_comparison_would_see_another_request() -> None:
     )
 
 
+@pytest.mark.thorough  # by default: the video of two segments, above
 def test_several_segments_are_one_run_without_another_program() -> None:
     pipeline, chosen = opened("single"), settings(SIZES[1], "one segment", num_inference_steps=1)
     make("single", chosen, given(7, False))

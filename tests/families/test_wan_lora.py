@@ -54,6 +54,7 @@ def base(transformer: int) -> Tensors:
     return getattr(wan_pipelines.reference("2.2"), COMPONENTS[transformer]).state_dict()
 
 
+@pytest.mark.default_cases("low-dp=2,sp=4", "high-dp=2,tp=4")
 @covering("noise, mesh", INTO, MESHES, strength=1)
 def test_only_the_transformer_that_it_is_for_changes(noise: str, mesh: str, tmp_path: Path) -> None:
     lora = Lora(write(tmp_path / "a.safetensors", small_loras.kohya_style()), 0.7, noise)

@@ -71,6 +71,7 @@ def expected(kind: str, size: tuple[int, int], case: str) -> torch.Tensor:
     return small_vace.run(kind, *size, {**CHOSEN, "prompt": PROMPT}, **inputs)
 
 
+@pytest.mark.thorough  # by default: the transformer, below
 @covering(
     "kind, mesh, size, case",
     KINDS,

@@ -81,6 +81,7 @@ def test_the_picture_is_that_of_diffusers(variant: str, mesh: str, size: tuple[i
     assert psnr(picture(opened(variant, mesh), **chosen), reference) >= SAME
 
 
+@pytest.mark.thorough  # by default: on one device, above
 @covering("mesh, size", AUTO["Z-Image"], SIZES, strength=0, always=[("dp=2,sp=2,tp=2", (64, 128))])
 def test_the_picture_on_what_auto_takes(mesh: str, size: tuple[int, int]) -> None:
     """Keys go around a ring, because the number of heads is not divisible; and the two prompts are of other lengths."""
@@ -103,6 +104,7 @@ def test_the_comparison_would_see_another_request() -> None:
     assert_wrong_ones_differ(expected("base", **chosen), SAME - 30, **wrong)
 
 
+@pytest.mark.thorough  # by default: that of Qwen-Image, test_qwen_image.py
 def test_one_program_does_for_prompts_of_all_lengths() -> None:
     pipeline = opened("turbo")
     picture(pipeline)

@@ -60,6 +60,7 @@ def base() -> Tensors:
     return small_z_image.reference("turbo").transformer.state_dict()
 
 
+@pytest.mark.default_cases("ComfyUI-single")
 @pytest.mark.parametrize(
     ("style", "mesh"),
     [*((style, "single") for style in STYLES), pytest.param("ComfyUI", "dp=2,tp=4", marks=pytest.mark.slow)],

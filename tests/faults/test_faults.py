@@ -52,6 +52,7 @@ def test_files(library: Path, tmp_path: Path) -> None:
         assert all(report["points"][kind] for kind in ("create", "open", "write", "rename"))
 
 
+@pytest.mark.thorough  # by default: the points of files
 def test_memory(tmp_path: Path) -> None:
     """Allocations and transfers of `generate`, the first, the last and one between."""
     work = tmp_path / "work"

@@ -49,6 +49,7 @@ def test_all_fail_together_and_go_on(tmp_path):
         assert facts.startswith("model is a on process 0, but b on process 2; start all hosts with the same model")
 
 
+@pytest.mark.thorough  # by default: an error that they hear
 def test_an_error_that_the_others_do_not_come_to_hear_ends_all(tmp_path):
     results = wait_all(run("alone", tmp_path))
     assert [status for status, _, _ in results] == [1, 1, 1]
@@ -88,6 +89,7 @@ def test_an_error_of_code_is_told(tmp_path):
     assert all(status == 1 for status, _, _ in results)
 
 
+@pytest.mark.default_cases("0")
 @pytest.mark.parametrize("number", [0, 2])
 def test_signal_ends_all(number, tmp_path):
     processes = run("victim", tmp_path)
@@ -156,6 +158,7 @@ def test_a_host_that_ends_before_all_have_joined():
         )
 
 
+@pytest.mark.thorough  # by default: hosts that join together
 def test_a_host_that_joins_late(tmp_path):
     port = find_port()
     late = run("exchange", tmp_path, numbers=(1, 2), port=port)

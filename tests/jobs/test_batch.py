@@ -77,6 +77,7 @@ def test_a_repeated_prompt_is_encoded_once(made: tuple[Path, list[str]]) -> None
     assert sorted(made[1]) == sorted(PROMPTS)
 
 
+@pytest.mark.thorough  # by default: one by one, above
 def test_in_one_step_they_are_the_same_but_for_the_order_of_sums(
     made: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +105,7 @@ def check_events(happened: list[dict[str, Any]]) -> None:
     assert summary.items() <= by_event["summary"].items()
 
 
+@pytest.mark.thorough  # by default: lines that fail by themselves, test_inputs.py
 def test_a_bad_seed_fails_no_other_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The others would share its step. A file tells how it was made, as asked for on the command line."""
     lines = ({"prompt": "x", "seed": "one"}, {"prompt": "x", "output": "x.exe"}, {"prompt": PROMPTS[0]})

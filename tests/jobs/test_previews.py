@@ -105,6 +105,7 @@ def test_jobs_that_share_steps_have_their_own_previews(tmp_path: Path) -> None:
 SMALL = {"num_inference_steps": 2, "height": 32, "width": 32, "num_frames": 5}
 
 
+@pytest.mark.thorough  # by default: that somebody does
 def test_nobody_watches(tmp_path: Path) -> None:
     assert run_jobs(tmp_path, ["a red circle"], [], batch_size=1, model="demo", **SMALL) == []
 

@@ -104,6 +104,7 @@ def load(address: str, name: str) -> np.ndarray:
         return np.load(file)
 
 
+@pytest.mark.thorough  # by default: tests/pipeline/test_step_checkpoint.py
 @pytest.mark.parametrize("address", ["memory"], indirect=True)
 def test_ended_jobs_go_on(bench: Bench, address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One that is killed goes on from the last save, one that is cancelled, as on SIGTERM, from its last step, and one

@@ -99,6 +99,7 @@ def test_exact_form_for_the_heads_that_need_it(monkeypatch: pytest.MonkeyPatch) 
     assert exact_heads(ALL, monkeypatch) == [False] * len(BOUNDED) + [True] * len(EXACT)
 
 
+@pytest.mark.default_cases("80.0-float32")
 @covering(
     "depth, dtype",
     [splash.DEPTH, -math.inf],
@@ -114,6 +115,7 @@ def test_both_forms_match_torch(depth: float, dtype: Any, monkeypatch: pytest.Mo
         assert error <= (1e-5 if dtype == jnp.float32 else 2e-2), kind
 
 
+@pytest.mark.thorough  # by default: the exact form
 @pytest.mark.parametrize(
     "dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
 )
@@ -125,6 +127,7 @@ def test_exact_form_of_a_block_in_several_parts(dtype: Any) -> None:
         assert relative_error(got[:, head], expected[:, head]) <= (1e-5 if dtype == jnp.float32 else 2e-2), kind
 
 
+@pytest.mark.thorough  # by default: the exact and the bounded form, above
 def test_steps_of_different_size() -> None:
     case = Adversarial(heads=2, kv_heads=2, keys=700, scale=1.0, kinds=("random", "one huge key"))
     inputs = {name: jnp.asarray(array) for name, array in case.inputs().items()}
@@ -143,6 +146,7 @@ def test_steps_of_different_size() -> None:
     assert relative_error(np.asarray(got), case.expected(inputs)) <= 1e-5
 
 
+@pytest.mark.default_cases("v5e-False")
 @pytest.mark.parametrize(
     ("chip", "is_close"), [("v6e", True), pytest.param("v7x", True, marks=pytest.mark.slow), ("v5e", False)]
 )
@@ -173,6 +177,7 @@ class ShiftedKeys(Adversarial):
         return {**arrays, "key": arrays["key"] + 300.0}
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("smooth_keys", [True, False])
 def test_bounds_count_from_the_mean_key(smooth_keys: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(CONFIG, smooth_keys=smooth_keys)
@@ -197,6 +202,7 @@ class NanPadding(Adversarial):
         return arrays
 
 
+@pytest.mark.default_cases("bounded")
 @pytest.mark.parametrize("depth", [splash.DEPTH, -math.inf], ids=["bounded", "exact"])
 def test_nan_in_hidden_padding(depth: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splash, "DEPTH", depth)
@@ -244,6 +250,7 @@ class LargeBias(Adversarial):
         return arrays
 
 
+@pytest.mark.default_cases("300.0-False")
 @pytest.mark.parametrize(("bias", "is_exact"), [(300.0, False), (-300.0, True)])
 def test_large_bias(bias: float, is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert exact_heads(LargeBias(bias=bias), monkeypatch) == [is_exact, is_exact]

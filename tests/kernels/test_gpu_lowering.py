@@ -14,6 +14,7 @@ from tests.covering import covering
 from tests.kernels.attention_reference import absent_placement
 
 
+@pytest.mark.default_cases("sizes18-bfloat16-padding", "sizes13-float16-lengths")
 @covering(
     "sizes, dtype, form",
     [(32_760, 32_760, 128), (1000, 777, 128), (64, 100, 64)],

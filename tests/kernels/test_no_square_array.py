@@ -66,6 +66,21 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.default_cases(
+    "cpu-full",
+    "cpu-causal",
+    "cpu-window",
+    "cpu-key padding",
+    "cpu-lengths",
+    "tpu-full",
+    "tpu-window",
+    "tpu-key padding",
+    "gpu-full",
+    "gpu-causal",
+    "gpu-window",
+    "gpu-key padding",
+    "gpu-lengths",
+)
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
 def test_one_device(platform: Platform, options: dict[str, Any]) -> None:

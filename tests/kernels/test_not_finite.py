@@ -77,6 +77,7 @@ def test_one_device(config: str, poison: str, masks: str) -> None:
     check(VisibleMask(**POISON[poison], **MASKS[masks]), CONFIGS[config])
 
 
+@pytest.mark.default_cases("chunked-ulysses-query", "chunked-ulysses-value", "chunked-ulysses-infinite value")
 @covering("config, strategy, poison", ["chunked", "splash"], ["ulysses", "ring"], POISON, strength=1)
 def test_over_the_mesh(config: str, strategy: str, poison: str) -> None:
     chosen = dataclasses.replace(CONFIGS[config], sequence_parallel=strategy)

@@ -58,6 +58,7 @@ def test_plain_jax_matches_torch(case: Case, config: AttentionConfig) -> None:
 ALONE = {"scale", "mqa", "causal", "window", "lengths", "causal more queries", "causal window", "float key mask"}
 
 
+@pytest.mark.default_cases("key padding, lengths, window", "ragged", "causal lengths", "gqa", "length zero")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=name, marks=[pytest.mark.slow] if name in ALONE else []) for name, case in CASES.items()],
@@ -105,6 +106,13 @@ def test_rows_without_keys_are_zero_and_huge_biases_finite(config: AttentionConf
     )
 
 
+@pytest.mark.default_cases(
+    "{'is_causal': True}-chunked",
+    "{'is_causal': True}-splash",
+    "{'window': (9, 9)}-chunked",
+    "{'lengths': (100, 60)}-chunked",
+    "{'lengths': (100, 60)}-splash",
+)
 @pytest.mark.parametrize(
     ("config", "keys", "first_poisoned"), [(CHUNKED, 3000, 1024), (SPLASH, 900, 256)], ids=["chunked", "splash"]
 )
@@ -123,6 +131,7 @@ def test_blocks_out_of_sight_are_not_computed(
     assert relative_error(np.asarray(got), expected) <= 1e-5
 
 
+@pytest.mark.thorough  # by default: the named shapes, above
 def test_random_shapes_match_torch() -> None:
     rng = np.random.default_rng(7)
     for seed in range(4):

@@ -88,6 +88,7 @@ def test_all_layouts_match_torch(name: str) -> None:
     check(name, 1072)
 
 
+@pytest.mark.thorough  # by default: float32, above, and bfloat16 in test_parity.py
 def test_bfloat16() -> None:
     arrays = draw(300, jnp.bfloat16)
     assert relative_error(in_kernels(arrays, {"sp": 2}, jnp.bfloat16), in_torch(arrays)) <= 2e-2

@@ -64,6 +64,13 @@ def test_the_mask_of_the_reference_is_sparse_and_moves_inwards_at_borders() -> N
 
 
 # With tp, splash is the program of one device with fewer heads. Interpreted, it takes its time: one head where it can.
+@pytest.mark.default_cases(
+    "config0-layout0-case0-shape0",
+    "config1-layout1-case1-shape1",
+    "config2-layout2-case2-shape2",
+    "config5-layout5-case5-shape5",
+    "config6-layout6-case6-shape6",
+)
 @pytest.mark.parametrize(
     ("config", "layout", "case", "shape"),
     [
@@ -88,6 +95,7 @@ def test_self_attention_matches_a_dense_mask(config, layout: dict, case: tuple, 
     assert relative_error(np.asarray(run(*arrays)), expected(arrays, dense_mask(window, grid, 0))) <= 1e-5
 
 
+@pytest.mark.default_cases("dp2 sp4", "one")
 @pytest.mark.parametrize(
     ("layout", "config"),
     [

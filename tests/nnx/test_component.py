@@ -163,6 +163,7 @@ def changed(directory: Path, drop: str | None = None, add: str | None = None, **
     return Checkpoint.open(directory)
 
 
+@pytest.mark.default_cases("missing", "of another shape")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -180,6 +181,7 @@ def test_checkpoint_that_does_not_fit(change: dict[str, Any], message: str, tmp_
         component_of(tiny()).load(changed(tmp_path, **change))
 
 
+@pytest.mark.thorough  # by default: checkpoints that do not fit
 def test_weights_of_another_model() -> None:
     weights = component_of(four_levels()).load(Checkpoint.open(four_levels().checkpoint))
     with pytest.raises(

@@ -48,6 +48,7 @@ def encoded(model: Callable[[], Any], frames: int, rows: int, columns: int) -> t
     return given, model().reference.encode(given).latent_dist.parameters
 
 
+@pytest.mark.default_cases("flax-decode-5-dp=2,sp=4")
 @every_length(DECODE, TORCH_DECODE)
 def test_decode(frames: int, function: Callable[..., Any], mesh: str) -> None:
     latents, expected = decoded(tiny, (frames + 3) // 4, 3, 5)
@@ -56,6 +57,7 @@ def test_decode(frames: int, function: Callable[..., Any], mesh: str) -> None:
     assert relative_error(actual, expected) <= 1e-4
 
 
+@pytest.mark.default_cases("flax-encode-5-dp=2,sp=4")
 @every_length(ENCODE, TORCH_ENCODE)
 def test_encode(frames: int, function: Callable[..., Any], mesh: str) -> None:
     video, expected = encoded(tiny, frames, 12, 20)
@@ -100,6 +102,7 @@ def test_several_videos_at_once() -> None:
     assert relative_error(run(tiny(), decoding.decode, "dp=2,sp=4", latents), expected) <= 1e-4
 
 
+@pytest.mark.thorough  # by default: whole ones
 @covering(
     "pixels, mesh, encode",
     [39, 41],
@@ -115,6 +118,7 @@ def test_encode_pixels_that_make_no_whole_latents(pixels: int, mesh: str, encode
     assert relative_error(actual, expected) <= 1e-4
 
 
+@pytest.mark.thorough  # by default: whole parts
 @covering("frames, encode", [4, 7], [*ENCODE, *TORCH_ENCODE], strength=0, always=[(7, decoding.encode)])
 def test_frames_behind_the_last_whole_part_are_left_out(frames: int, encode: Callable[..., Any]) -> None:
     video, expected = encoded(tiny, frames, 12, 20)

@@ -63,6 +63,9 @@ def transformer_case() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return inputs, small_models.transformer().reference(**inputs, return_dict=False)[0]
 
 
+@pytest.mark.default_cases(
+    "single-True-dtype0", "dp=2,tp=4-False-dtype7", "dp=2,sp=4-True-dtype12", "sp=8-True-dtype16"
+)
 @every_layout_scan_and_precision
 def test_transformer(mesh: str, scan: bool, dtype: torch.dtype) -> None:
     inputs, expected = transformer_case()
@@ -91,6 +94,7 @@ def text_encoder_case() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return inputs, small_models.text_encoder().reference(**inputs, return_dict=False)[0]
 
 
+@pytest.mark.default_cases("dp=2,tp=4-False-dtype7", "dp=2,sp=4-True-dtype12")
 @every_layout_scan_and_precision
 def test_text_encoder(mesh: str, scan: bool, dtype: torch.dtype) -> None:
     inputs, expected = text_encoder_case()
@@ -105,6 +109,7 @@ def decoded() -> tuple[torch.Tensor, torch.Tensor]:
     return latents, small_models.vae().reference.decode(latents, return_dict=False)[0]
 
 
+@pytest.mark.default_cases("dp=2,sp=4-dtype7")
 @every_layout_and_precision
 def test_vae_decode(mesh: str, dtype: torch.dtype) -> None:
     latents, expected = decoded()

@@ -34,6 +34,7 @@ def latents(window: str, mesh: str = "single", model: str | Path = "demo") -> to
     return pipeline.denoise(PromptEmbeddings("", rows, None), settings)
 
 
+@pytest.mark.thorough  # by default: the dense mask of the pattern, and tests/kernels/test_tiles.py
 def test_a_window_over_the_whole_video_changes_nothing_and_a_smaller_one_does() -> None:
     full, covering, sparse = (latents(window) for window in ("full", "1x2x4:2x2x1", "1x2x4:1x2x1"))
     assert relative_error(covering, full) <= 1e-5

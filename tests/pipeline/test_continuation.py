@@ -99,6 +99,7 @@ def test_a_mesh_gives_the_video_of_one_device() -> None:
     assert psnr(frames(opened("5B image", "dp=2,sp=4"), made, image), frames(opened("5B image"), made, image)) >= 60
 
 
+@pytest.mark.thorough  # by default: windows, test_windows.py
 def test_progress_counts_all_segments_and_no_length_compiles_another_step() -> None:
     pipeline = opened("5B image")
     frames(pipeline, settings("5B image"), picture(0))
@@ -119,6 +120,7 @@ def test_progress_counts_all_segments_and_no_length_compiles_another_step() -> N
     pipeline.on_progress = before
 
 
+@pytest.mark.thorough  # by default: windows, test_windows.py, and a continued video, below
 def test_windows_have_their_own_frames_of_the_image() -> None:
     """Against a plain loop with diffusers' transformer: mask and latents of the image are channels of the first window
     only, and CLIP's tokens are in all."""

@@ -57,6 +57,7 @@ def test_an_encoder_of_a_few_words_cuts_what_the_other_one_reads() -> None:
     assert tokenize(files, files.family.text.encoders[1], [long], 1000).cut == ("",)
 
 
+@pytest.mark.default_cases("directory")
 @pytest.mark.parametrize("directory", [small_hunyuan.directory, lambda: small_flux2.directory("base")])
 def test_the_pipeline_hands_it_on_and_warns_of_the_negative_prompt(
     directory: Callable[[], Path], caplog: pytest.LogCaptureFixture

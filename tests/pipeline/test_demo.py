@@ -64,6 +64,7 @@ def test_seven_of_twenty_steps_may_be_reused(prompt: str, wanted: Attributes) ->
     assert_wrong_ones_differ(video(prompt), 25, **{other: video(other) for other, _ in FIXED[:2] if other != prompt})
 
 
+@pytest.mark.thorough  # by default: a small model's, test_video.py
 def test_diffusers_gives_the_same_video() -> None:
     settings = opened().settings(seed=2025, num_inference_steps=5)
     reference = load(DEMO_DIRECTORY, "cpu", torch.float32)

@@ -150,6 +150,7 @@ def test_a_model_without_guidance_and_without_a_curve(caplog: pytest.LogCaptureF
     )
 
 
+@pytest.mark.thorough  # by default: the settings, above
 def test_a_run_is_that_of_the_values_it_stands_for() -> None:
     chosen = TEN | {"num_inference_steps": 4}
     pipeline, plain = opened(), opened(fast=None)

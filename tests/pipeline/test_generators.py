@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from comfy_tpu.config import RuntimeConfig
@@ -33,6 +34,7 @@ next(left)
 """
 
 
+@pytest.mark.thorough  # by default: what is closed in a process that goes on
 def test_what_is_half_read_is_closed_before_python_ends() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(

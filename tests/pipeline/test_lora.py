@@ -47,6 +47,7 @@ def test_alpha_in_pefts_configuration_is_as_in_diffusers(tmp_path: Path) -> None
     assert error(loaded([Lora(path)]), expected) < 1e-5
 
 
+@pytest.mark.default_cases("dp=2,tp=4")
 @pytest.mark.parametrize(
     "mesh", [pytest.param(mesh, marks=[pytest.mark.slow] if mesh == "dp=2,sp=4" else []) for mesh in MESHES]
 )
@@ -140,6 +141,7 @@ def test_nothing_is_compiled_for_another_lora_and_the_base_is_exact_again(tmp_pa
     )
 
 
+@pytest.mark.thorough  # by default: another LoRA compiles nothing
 def test_another_rank_compiles_merging_only(tmp_path: Path) -> None:
     heard: list[Progress] = []
     residency = Residency(ResidencyConfig())

@@ -59,6 +59,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.default_cases("nan-vae", "inf-transformer", "nan-text_encoder")
 @pytest.mark.parametrize("part", WEIGHTS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights(directory: Path, part: str, value: float) -> None:
@@ -85,6 +86,7 @@ def test_keys_that_overflow_are_found_after_the_first_step(directory: Path) -> N
         pipeline.denoise(embeddings, settings)
 
 
+@pytest.mark.thorough  # by default: weights that are not finite
 def test_what_the_decoder_makes(directory: Path) -> None:
     rewrite(directory, "vae", "decoder.norm_out.gamma", fill(3e38))
     pipeline, settings = open_pipeline(directory)
@@ -103,6 +105,7 @@ def test_embeddings_that_are_given(branch: str, value: float) -> None:
         pipeline.denoise(embeddings, settings)
 
 
+@pytest.mark.default_cases("1e+38-1.0", "1.0-1e+20")
 @pytest.mark.parametrize(("strength", "size"), [(1.0, 1e20), (1.0, 1e12), (1e38, 1.0), (-1e300, 1.0)])
 def test_a_lora_that_overflows(tmp_path: Path, strength: float, size: float) -> None:
     path = tmp_path / "a.safetensors"

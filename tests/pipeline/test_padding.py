@@ -78,6 +78,7 @@ def test_tokens_are_trimmed_and_their_embeddings_padded() -> None:
     assert restored.sum() == 2 * 128 * 4
 
 
+@pytest.mark.default_cases("2.1")
 @pytest.mark.parametrize("kind", ["2.1", pytest.param("2.1 image", marks=pytest.mark.slow), "5B"])
 def test_latents_are_those_of_all_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     embeddings = encode(kind)

@@ -79,6 +79,7 @@ def test_a_preset_of_the_directory_brings_its_lora_and_settings(directory: Path)
     assert len(pipeline.loras.opened) == 1, "given by hand as well, it counts once"
 
 
+@pytest.mark.thorough  # by default: LoRA files, test_lora.py
 def test_the_video_is_that_of_diffusers_with_the_lora_and_the_same_noise_levels(directory: Path) -> None:
     pipeline = VideoPipeline.open(directory, RuntimeConfig(mesh="single", dtype="float32"), preset="4step")
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)

@@ -276,6 +276,7 @@ def test_a_level_compiles_one_small_program_and_the_next_none() -> None:
     assert psnr(reused, lossless) > psnr(latents(pipeline, seed=8), lossless)
 
 
+@pytest.mark.default_cases("{'reuse': 1.0, 'guidance_until': 0.5}")
 @pytest.mark.parametrize("changed", [{"reuse": 1.0}, {"reuse": 1.0, "guidance_until": 0.5}], ids=str)
 def test_a_run_with_reuse_is_what_diffusers_makes_of_its_plan(changed: dict[str, float]) -> None:
     """Reuse costs more than a prompt changes this model: that it is near all steps says nothing of the prompt."""
@@ -306,6 +307,7 @@ def test_the_end_of_guidance_compiles_what_a_run_without_guidance_does() -> None
     assert [torch.equal(one, other) for one, other in zip(every, half, strict=True)] == [True] * 5 + [False] * 5
 
 
+@pytest.mark.thorough  # by default: on one device
 @pytest.mark.parametrize(
     "changed", [pytest.param({"reuse": 1.0}, marks=pytest.mark.slow), {"reuse": 1.0, "guidance_until": 0.5}]
 )
@@ -348,6 +350,7 @@ def test_a_model_directory_may_ask_for_reuse_itself(directory: Path) -> None:
     assert (settings.reuse, settings.guidance_until) == (0.12, 0.5)
 
 
+@pytest.mark.thorough  # by default: tests/cli/test_calibrate.py
 def test_a_calibrated_model_can_reuse(directory: Path) -> None:
     pipeline = VideoPipeline.open(directory, RuntimeConfig(mesh="single"))
     windows = {"context": "uniform", "context_stride": 2, "context_noise": "freenoise"}  # nor do they matter here

@@ -172,6 +172,7 @@ def each_case(*slow: str) -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.slow] if name in {*ALIKE, *slow} else []) for name in CASES]
 
 
+@pytest.mark.default_cases("LTX-Video", "Qwen-Image", "Flux.2 dev")
 @pytest.mark.parametrize("case", each_case())
 def test_all_parts_have_the_tensors_of_the_directory(case: str) -> None:
     files, directory = CASES[case]
@@ -184,6 +185,7 @@ def test_all_parts_have_the_tensors_of_the_directory(case: str) -> None:
     assert model.defaults == expected.defaults
 
 
+@pytest.mark.default_cases("LTX-Video")
 @pytest.mark.parametrize("case", [case for case in each_case("Qwen-Image", "Flux.2 dev") if "," not in case.values[0]])
 def test_the_files_of_a_directory_are_read_under_their_own_names(case: str) -> None:
     path = CASES[case][1]()

@@ -141,6 +141,12 @@ def test_two_transformers_are_for_high_and_for_low_noise(tmp_path: Path) -> None
 ORIGINAL = {"Wan": original_names.wan_transformer, "Flux": original_names.flux_transformer}
 
 
+@pytest.mark.default_cases(
+    "Wan 2.1-Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    "Wan 2.2 5B-Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    "Flux.1 dev-black-forest-labs/FLUX.1-dev",
+    "Flux.1 schnell-black-forest-labs/FLUX.1-schnell",
+)
 @pytest.mark.parametrize(
     ("model", "hub_id"),
     [

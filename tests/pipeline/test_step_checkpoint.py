@@ -408,6 +408,7 @@ with deferring():
         assert process.returncode == 130
 
 
+@pytest.mark.thorough  # by default: a killed run goes on
 def test_the_python_interface(tmp_path: Path) -> None:
     pipe = comfy_tpu.open(small_pipeline.directory(), RuntimeConfig(mesh="single"))
     path = tmp_path / "x.safetensors"

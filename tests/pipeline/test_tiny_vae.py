@@ -36,6 +36,7 @@ def opened(path: Path | None, backend: Any = "tiny", model: str | Path = "demo",
     return VideoPipeline.open(model, RuntimeConfig(mesh="single", vae_backend=backend, tiny_vae=path), **options)
 
 
+@pytest.mark.thorough  # by default: tests/families/test_tiny_decoders.py
 def test_frames_and_previews(path: Path, tmp_path: Path) -> None:
     pipeline = opened(path)
     settings = pipeline.settings(height=48, width=32, num_frames=9, num_videos=2)

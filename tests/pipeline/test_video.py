@@ -66,6 +66,7 @@ def expected(scheduler: str = "unipc", guidance_scale: float = 4.0, num_videos: 
     return frames.permute(0, 1, 3, 4, 2)
 
 
+@pytest.mark.default_cases("dp=2,sp=4")
 @pytest.mark.parametrize(
     "mesh", ["single", "dp=2,sp=4", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("dp=2,tp=4", "sp=8"))]
 )
@@ -87,6 +88,7 @@ def test_the_comparison_would_see_another_request() -> None:
     )
 
 
+@pytest.mark.default_cases("dpm++")
 @pytest.mark.parametrize("scheduler", ["euler", "dpm++"])
 def test_other_schedulers(scheduler: str) -> None:
     actual = video(opened("single"), scheduler=scheduler)
@@ -248,6 +250,7 @@ def test_a_negative_prompt_over_the_limit_is_warned_of(caplog: pytest.LogCapture
 SMALL_TILES = Tiles(side=6, overlap=2)
 
 
+@pytest.mark.thorough  # by default: the tiles, below
 def test_an_image_that_does_not_fit_is_decoded_in_tiles() -> None:
     pipeline = opened("single")
     settings = pipeline.settings(**(CHOSEN | {"width": 160, "num_frames": 5}))

@@ -121,6 +121,7 @@ def plain(**changed: Any) -> torch.Tensor:
 SIZES: tuple[dict[str, int], ...] = ({}, {"height": 48, "width": 80, "num_frames": 21})
 
 
+@pytest.mark.default_cases("dp=2,sp=4-size3")
 @covering(
     "mesh, size",
     # The last four: among others, what auto takes on eight TPU chips.
@@ -187,6 +188,7 @@ def test_other_requests_on_a_mesh_that_divides_windows(chosen: dict[str, Any]) -
     assert psnr(denoise("dp=2,sp=4", **chosen), denoise(**chosen)) >= SAME
 
 
+@pytest.mark.thorough  # by default: one row's, above
 def test_rows_of_several_prompts_are_videos_made_alone() -> None:
     from comfy_tpu.pipeline.embeddings import merge_embeddings
 

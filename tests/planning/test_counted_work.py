@@ -31,6 +31,9 @@ DEFAULT = {
 }
 
 
+@pytest.mark.default_cases(
+    "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", "black-forest-labs/FLUX.2-dev", "Lightricks/LTX-Video"
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in HAND_COUNTED]
 )

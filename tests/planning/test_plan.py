@@ -88,6 +88,7 @@ def check_formulas(guess, facts, program):
     assert memory.weights + memory.prompt + memory.latents == pytest.approx(facts.resident_bytes, abs=10e6)
 
 
+@pytest.mark.thorough  # by default: what the compiler counts, below
 @pytest.mark.parametrize(
     ("tpu", "sizes", "size"),
     [

@@ -67,6 +67,30 @@ def test_the_twin_runs_and_nothing_is_said(name):
     assert {item.status for item in (*done.before, *done.after)} <= {"pass", "not applicable"}
 
 
+@pytest.mark.default_cases(
+    "complex",
+    "cuda",
+    "distributed",
+    "dtype_drift",
+    "float64",
+    "gpu_only_import",
+    "host_tensor_written",
+    "kept_tensor",
+    "large_constant",
+    "mask_indexing_in_place",
+    "meta_tensor",
+    "missing_operator",
+    "no_sharding_rule",
+    "python_random",
+    "random_in_forward",
+    "square_mask",
+    "square_mask_from_outside",
+    "strided_write",
+    "tensor_assert",
+    "tensor_condition",
+    "tensor_condition_in_helper",
+    "uneven_blocks",
+)
 @pytest.mark.parametrize("name", TRAPPED)
 def test_a_trial_keeps_what_was_read_and_adds_what_only_it_can_see(name):
     done = check(target(name, "Trapped"), inputs=INPUTS)

@@ -117,6 +117,7 @@ def video_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.thorough  # by default: our own, tests/comfy_pack/test_examples.py
 @pytest.mark.parametrize("kind", [pytest.param("pack", marks=pytest.mark.slow), "video_pack"])
 def test_the_example_has_the_widgets_of_the_nodes(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """With the defaults of the card; a value in another place would be another setting."""
@@ -169,6 +170,7 @@ def test_pip_installs_a_pack_for_development(pack: Path, tmp_path: Path) -> None
     assert done.stdout.splitlines()[-1:] == ["('PixArtTransformer2DModel',)"], done.stderr
 
 
+@pytest.mark.thorough  # by default: an outside family, tests/families/test_outside_family.py
 def test_an_installed_pack_is_known_to_the_command_line(site: Path) -> None:
     code = "from comfy_tpu.families.registry import family_cards; print([card.package for card in family_cards()])"
     assert PACKAGE in python("-c", code, path=(ROOT / "src", site)).stdout

@@ -130,6 +130,7 @@ def test_who_waits_for_an_image_is_told_that_the_server_ends(tmp_path: Path) -> 
         assert record.id.encode() in answer
 
 
+@pytest.mark.default_cases("k")
 @pytest.mark.parametrize("key", ["", "k"])
 def test_an_image_whose_client_has_gone(key: str, tmp_path: Path) -> None:
     """It is cancelled, unless the client can ask for it again by its key."""

@@ -96,6 +96,7 @@ def test_labels() -> None:
     assert set(re.findall(r'<label for="([^"]+)"', html)) == set(controls)
 
 
+@pytest.mark.thorough  # by default: events without previews, test_events.py
 def test_previews_come_with_events_while_somebody_watches(tmp_path: Path) -> None:
     with running(tmp_path) as (client, _, executor):
         made = wait_for(client, create(client, "wait")["id"], "in_progress")

@@ -151,6 +151,7 @@ def test_no_spans_where_nobody_wants_them() -> None:
     assert start_tracer({}) is None
 
 
+@pytest.mark.default_cases("headers1-200", "headers6-403", "headers9-200")
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
