@@ -105,6 +105,7 @@ def test_a_signal_while_denoising_ends_it_and_leaves_nothing(tmp_path: Path, num
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.thorough  # by default: the stages of a pipeline, tests/pipeline/test_video.py
 def test_the_stages_are_the_whole_and_a_finished_one_is_not_done_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,6 +163,7 @@ def test_devices_when_jax_cannot_start(fake_jax):
     assert found.error == "RuntimeError: no TPU for you"
 
 
+@pytest.mark.thorough  # by default: JAX that cannot start, above
 def test_devices_hears_why_an_accelerator_was_passed_over(fake_jax):
     fake_jax(
         "import logging\n"

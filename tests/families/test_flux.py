@@ -112,6 +112,7 @@ def test_the_comparison_would_see_another_request(variant: str) -> None:
     )
 
 
+@pytest.mark.thorough  # by default: that of dev, above
 @pytest.mark.parametrize(
     ("mesh", "height", "width"),
     [
@@ -158,6 +159,7 @@ def test_dev_reads_its_guidance_and_one_program_does_for_all_numbers() -> None:
     assert psnr(guided, expected("dev", guidance_scale=2.0)) >= SAME
 
 
+@pytest.mark.thorough  # by default: it has no place for it, test_flux_lora.py
 def test_schnell_says_that_guidance_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     pipeline = opened("schnell")
     plain = picture(pipeline, guidance_scale=0.0)

@@ -167,6 +167,7 @@ def test_a_shorter_video_is_continued() -> None:
     assert psnr(video("2.1", "single", size, GivenMedia(videos=videos)), wanted) >= SAME
 
 
+@pytest.mark.thorough  # by default: that of Wan, test_wan.py
 def test_another_prompt_mask_or_strength_compiles_nothing() -> None:
     pipeline, size = opened("2.1", "single"), SIZES[0]
     first = video("2.1", "single", size, given("everything"))

@@ -67,6 +67,7 @@ def flux() -> SingleFiles:
     )
 
 
+@pytest.mark.thorough  # by default: the tensors are those of the directory, test_single_file_families.py
 def test_a_wan_video_is_that_of_the_directory_bit_for_bit() -> None:
     expected = video(small_pipeline.directory(), num_frames=5)
     assert expected.std() > 0

@@ -282,6 +282,7 @@ def command(output: Path, *more: str) -> list[str]:
     return ["generate", PROMPT, "--model", str(small_pipeline.directory()), *chosen, "-o", str(output), *more]
 
 
+@pytest.mark.thorough  # by default: a killed run goes on
 def test_sigterm_saves_the_running_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

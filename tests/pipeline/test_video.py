@@ -66,7 +66,7 @@ def expected(scheduler: str = "unipc", guidance_scale: float = 4.0, num_videos: 
     return frames.permute(0, 1, 3, 4, 2)
 
 
-@pytest.mark.default_cases("dp=2,sp=4")
+@pytest.mark.default_cases("single")
 @pytest.mark.parametrize(
     "mesh", ["single", "dp=2,sp=4", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("dp=2,tp=4", "sp=8"))]
 )

@@ -85,6 +85,7 @@ def test_half_open_connections_end(tmp_path: Path) -> None:
         assert get_health(port) == 200
 
 
+@pytest.mark.thorough  # by default: slow headers and bodies
 def test_a_second_request_on_a_connection_has_its_time(tmp_path: Path) -> None:
     # Not less: on a busy machine a second may pass between a connection and its first byte.
     with listening(tmp_path, header_seconds=1.5) as port, connect(port, head(port, "GET /healthz")) as connection:
