@@ -27,6 +27,8 @@ def put_global(value: np.ndarray, sharding: Sharding | None) -> jax.Array:
 
 def move_global(array: jax.Array, sharding: Sharding | None) -> jax.Array:
     """Puts an array, the same in every process, on the devices of a sharding."""
+    if array.sharding == sharding and array.committed:
+        return array  # what `jax.device_put` takes 40 to 60 µs to find out, for every array of every step
     if sharding is None or sharding.is_fully_addressable or not array.is_fully_addressable:
         return jax.device_put(array, sharding)
     return put_global(np.asarray(array), sharding)
