@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
-from tools.demo_model.shortcuts import decode_whole, encode_whole, fold_padding, take_whole_clips
+from tools.demo_model.shortcuts import decode_part, decode_whole, encode_whole, fold_padding, take_whole_clips
 
 
 @pytest.fixture
@@ -21,6 +21,14 @@ def test_whole_clips_are_coded_as_chunks_are(vae, frames):
     take_whole_clips(vae)
     torch.testing.assert_close(encode_whole(vae, video), moments, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(decode_whole(vae, moments[:, :4]).clamp(-1, 1), decoded, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 4), (9, 12), (25, 29)])
+def test_a_part_is_decoded_as_in_the_whole(vae, begin, end):
+    take_whole_clips(vae)
+    latents = torch.randn(2, 4, 8, 2, 4)
+    whole = decode_whole(vae, latents)
+    torch.testing.assert_close(decode_part(vae, latents, begin, end), whole[:, :, begin:end], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("with_image", [False, True])

@@ -44,9 +44,9 @@ class ClipBatch:
     shape: Tensor  # [B]
     motion: Tensor  # [B]
     background: Tensor  # [B]
-    centre: Tensor  # [B, FRAMES, 2] pixels, x then y
-    radius: Tensor  # [B, FRAMES] nominal radius in pixels
-    angle: Tensor  # [B, FRAMES] radians, clockwise
+    centre: Tensor  # [B, F, 2] pixels, x then y
+    radius: Tensor  # [B, F] nominal radius in pixels
+    angle: Tensor  # [B, F] radians, clockwise
 
     def attributes(self, row: int) -> Attributes:
         return Attributes(
@@ -86,7 +86,7 @@ def make_clips(attributes: list[Attributes], generator: torch.Generator, centred
 
 
 def draw(batch: ClipBatch) -> Tensor:
-    """Videos [B, 3, FRAMES, SIZE, SIZE] in 0..1, float32, on the batch's device."""
+    """Videos [B, 3, F, SIZE, SIZE] in 0..1, float32, on the batch's device."""
     coverage = outline_coverage(batch.shape, batch.motion, batch.centre, batch.radius, batch.angle)[:, None]
     device = coverage.device
     colour = torch.tensor(list(COLOURS.values()), device=device)[batch.colour][:, :, None, None, None]
@@ -158,11 +158,46 @@ def _indices(triples: list[tuple[str, str, str]], count: int, generator: torch.G
 
 
 def _sample(indices: Tensor, generator: torch.Generator, centred: float = 0.0) -> ClipBatch:
-    batch = _sample_tracks(indices, generator)
-    return _sample_centred_tracks(batch, centred, generator) if centred else batch
+    tracks = _sample_tracks(indices, generator)
+    if centred:
+        tracks = _sample_centred_tracks(tracks, centred, generator)
+    return tracks.at(torch.arange(FRAMES, device=indices.device).expand(len(indices), -1), FRAMES)
 
 
-def _sample_tracks(indices: Tensor, generator: torch.Generator) -> ClipBatch:
+@dataclass(frozen=True)
+class Tracks:
+    """What things do in the course of a video, one row a video."""
+
+    colour: Tensor  # [B] int64, and so the next three
+    shape: Tensor
+    motion: Tensor
+    background: Tensor
+    begin: Tensor  # [B, 2] the centre in the first frame, pixels, x then y
+    end: Tensor  # [B, 2] and in the last one
+    radius: Tensor  # [B, 2] the first and the last
+    turn: Tensor  # [B] radians, all in all
+
+    def at(self, frames: Tensor, length: int | Tensor) -> ClipBatch:
+        """Some frames [B, F] of videos that have as many as ``length`` says: the longer, the slower things go."""
+        progress = (frames / (torch.as_tensor(length, device=frames.device).view(-1, 1) - 1)).clamp(0, 1)
+        first, last = self.radius.unbind(1)
+        return ClipBatch(
+            self.colour,
+            self.shape,
+            self.motion,
+            self.background,
+            self.begin[:, None] + (self.end - self.begin)[:, None] * progress[..., None],
+            first[:, None] + (last - first)[:, None] * progress,
+            self.turn[:, None] * progress,
+        )
+
+
+def sample_training_tracks(count: int, generator: torch.Generator) -> Tracks:
+    """Of random training triples; a held-out one never comes out."""
+    return _sample_tracks(_indices(TRAINING_TRIPLES, count, generator), generator)
+
+
+def _sample_tracks(indices: Tensor, generator: torch.Generator) -> Tracks:
     """Positions, sizes and speeds for the triples; nothing leaves the image and every motion is plainly visible."""
     colour, shape, motion = indices.unbind(1)
     device, count = indices.device, len(indices)
@@ -176,13 +211,12 @@ def _sample_tracks(indices: Tensor, generator: torch.Generator) -> ClipBatch:
     travels, swells = of("left", "right", "up", "down"), of("growing", "shrinking")
     background = torch.randint(len(BACKGROUNDS), (count,), generator=generator, device=device)
     scale = torch.tensor([_SCALE[name] for name in SHAPES], device=device)[shape]
-    progress = torch.linspace(0, 1, FRAMES, device=device)
 
     steady = torch.where(travels, uniform(10, 13), uniform(12, 17))
-    small, large = uniform(6, 8), uniform(15, 18)
+    # Not smaller: of a growing star's first frame with a radius of 6 a decoder leaves no points.
+    small, large = uniform(7.5, 9), uniform(17, 18.5)
     first = torch.where(of("growing"), small, torch.where(of("shrinking"), large, steady))
     last = torch.where(of("growing"), large, torch.where(of("shrinking"), small, steady))
-    radius = first[:, None] + (last - first)[:, None] * progress
 
     margin = torch.where(swells, large, steady) * scale + _EDGE
     room = SIZE - 2 * margin
@@ -191,44 +225,43 @@ def _sample_tracks(indices: Tensor, generator: torch.Generator) -> ClipBatch:
     start = margin + uniform(torch.zeros_like(room), room - distance)
     reverse = of("left", "up")
     begin, end = torch.where(reverse, start + distance, start), torch.where(reverse, start, start + distance)
-    track = begin[:, None] + (end - begin)[:, None] * progress
-    rest_x, rest_y = uniform(margin, SIZE - margin)[:, None], uniform(margin, SIZE - margin)[:, None]
-    x = torch.where(of("left", "right")[:, None], track, rest_x)
-    y = torch.where(of("up", "down")[:, None], track, rest_y)
+    rest_x, rest_y = uniform(margin, SIZE - margin), uniform(margin, SIZE - margin)
+    across, upright = of("left", "right"), of("up", "down")
 
-    # 10 to 13 degrees a frame: a star repeats after 72 degrees, so half of that is never passed between two frames.
-    speed = uniform(math.radians(10), math.radians(13)) * of("spinning")
-    angle = speed[:, None] * torch.arange(FRAMES, device=device)
-    return ClipBatch(colour, shape, motion, background, torch.stack([x, y], -1), radius, angle)
+    def place(along: Tensor) -> Tensor:
+        return torch.stack([torch.where(across, along, rest_x), torch.where(upright, along, rest_y)], -1)
+
+    # 10 to 13 degrees a frame of a clip: a star repeats after 72, and half of that is never passed between two frames.
+    turn = (FRAMES - 1) * uniform(math.radians(10), math.radians(13)) * of("spinning")
+    radius = torch.stack([first, last], 1)
+    return Tracks(colour, shape, motion, background, place(begin), place(end), radius, turn)
 
 
-def _sample_centred_tracks(batch: ClipBatch, share: float, generator: torch.Generator) -> ClipBatch:
+def _sample_centred_tracks(tracks: Tracks, share: float, generator: torch.Generator) -> Tracks:
     """For a share of the clips another track: a thing of middling size begins in the middle, whatever it will do.
 
     Such a first frame says nothing of the motion, but that a circle with a wedge will spin.
     """
-    device, count = batch.motion.device, len(batch.motion)
+    device, count = tracks.motion.device, len(tracks.motion)
 
     def uniform(low: float | Tensor, high: float | Tensor) -> Tensor:
         return low + (high - low) * torch.rand(count, generator=generator, device=device)
 
     def by_motion(values: dict[str, tuple[float, float]], otherwise: tuple[float, float]) -> Tensor:
-        return torch.tensor([values.get(name, otherwise) for name in MOTIONS], device=device)[batch.motion]
+        return torch.tensor([values.get(name, otherwise) for name in MOTIONS], device=device)[tracks.motion]
 
-    progress = torch.linspace(0, 1, FRAMES, device=device)
     first = uniform(8, 9.5)
     factor = uniform(*by_motion({"growing": (1.75, 1.85), "shrinking": (0.5, 0.57)}, (1.0, 1.0)).unbind(1))
-    radius = first[:, None] * (1 + (factor - 1)[:, None] * progress)
     jitter = 0.7
     middle = SIZE / 2 + torch.stack([uniform(-jitter, jitter), uniform(-jitter, jitter)], -1)
-    scale = torch.tensor([_SCALE[name] for name in SHAPES], device=device)[batch.shape]
+    scale = torch.tensor([_SCALE[name] for name in SHAPES], device=device)[tracks.shape]
     room = SIZE / 2 - jitter - first * scale - _EDGE
     ways = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
     travel = uniform(torch.full_like(room, 14.0), room)[:, None] * by_motion(ways, (0.0, 0.0))
-    centre = middle[:, None] + travel[:, None] * progress[:, None]
-    chosen = uniform(0, 1) < share
+    chosen = (uniform(0, 1) < share)[:, None]
     return replace(
-        batch,
-        centre=torch.where(chosen[:, None, None], centre, batch.centre),
-        radius=torch.where(chosen[:, None], radius, batch.radius),
+        tracks,
+        begin=torch.where(chosen, middle, tracks.begin),
+        end=torch.where(chosen, middle + travel, tracks.end),
+        radius=torch.where(chosen, torch.stack([first, first * factor], 1), tracks.radius),
     )

@@ -1,4 +1,4 @@
-"""Distil the demo model into four steps without guidance, as a LoRA. One CPU core is enough.
+"""Distil the demo model into four steps without guidance, as a LoRA. One CPU core is enough, and a GPU is quicker.
 
     python -m tools.demo_model.distil record --work build/distil
     python -m tools.demo_model.distil train --work build/distil
@@ -57,14 +57,16 @@ SIGMAS = shifted(torch.arange(STEPS + 1) / STEPS)
 class Teacher:
     """The shipped model, with guidance."""
 
-    def __init__(self, model: Path) -> None:
-        self.transformer = load_transformer(model)
-        self.text_encoder = UMT5EncoderModel.from_pretrained(model / "text_encoder", dtype=torch.float32).eval()
+    def __init__(self, model: Path, device: str = "cpu") -> None:
+        self.transformer = load_transformer(model, device)
+        text_encoder = UMT5EncoderModel.from_pretrained(model / "text_encoder", dtype=torch.float32)
+        self.text_encoder = text_encoder.eval().to(device)
         self.tokenizer = new_tokenizer()
 
     @torch.no_grad()
     def embed(self, captions: list[str]) -> Tensor:
         tokens = self.tokenizer(captions, padding="max_length", max_length=TOKENS, return_tensors="pt").input_ids
+        tokens = tokens.to(self.text_encoder.device)
         mask = (tokens != 0).long()
         return self.text_encoder(tokens, mask).last_hidden_state * mask[..., None]
 
@@ -85,7 +87,7 @@ class Teacher:
     @torch.no_grad()
     def _velocity(self, latents: Tensor, sigma: Tensor, embeds: Tensor) -> Tensor:
         empty = self.embed([""]).expand_as(embeds)
-        timestep = (1000 * sigma).expand(len(latents))
+        timestep = (1000 * sigma).expand(len(latents)).to(latents.device)
         guided, unguided = (self.transformer(latents, timestep, text, return_dict=False)[0] for text in (embeds, empty))
         return unguided + GUIDANCE * (guided - unguided)
 
@@ -107,28 +109,28 @@ class LoraLinear(nn.Module):
 class Student(nn.Module):
     """The teacher's transformer with a LoRA."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, device: str = "cpu") -> None:
         super().__init__()
-        self.transformer = load_transformer(model)
+        self.transformer = load_transformer(model, device)
         self.base = {name: value.clone() for name, value in self.transformer.named_parameters()}
         for name, module in list(self.transformer.named_modules()):
             rank = next((rank for part, rank in RANKS.items() if part in name), 0)
             if isinstance(module, nn.Linear) and rank:
                 parent, _, last = name.rpartition(".")
-                setattr(self.transformer.get_submodule(parent), last, LoraLinear(module, rank))
+                setattr(self.transformer.get_submodule(parent), last, LoraLinear(module, rank).to(device))
         for name, parameter in self.transformer.named_parameters():
             if name.endswith(DIFFERENCES):
                 parameter.requires_grad_(True)
         self.trained = {name: each for name, each in self.transformer.named_parameters() if each.requires_grad}
 
     def velocity(self, latents: Tensor, segment: Tensor, embeds: Tensor) -> Tensor:
-        return self.transformer(latents, 1000 * SIGMAS[segment], embeds, return_dict=False)[0]
+        return self.transformer(latents, 1000 * SIGMAS.to(segment.device)[segment], embeds, return_dict=False)[0]
 
     @torch.no_grad()
     def rollout(self, latents: Tensor, embeds: Tensor) -> Iterator[Tensor]:
         """The latents after each step."""
         for step in range(STEPS):
-            velocity = self.velocity(latents, torch.full((len(latents),), step), embeds)
+            velocity = self.velocity(latents, torch.full((len(latents),), step, device=latents.device), embeds)
             latents = latents + (SIGMAS[step + 1] - SIGMAS[step]) * velocity
             yield latents
 
@@ -144,20 +146,20 @@ class Student(nn.Module):
             else:
                 key = f"{module}.diff_b" if last == "bias" else f"{name.removesuffix('.weight')}.diff"
                 found[f"diffusion_model.{key}"] = value - self.base[name]
-        return {name: value.detach().bfloat16().contiguous() for name, value in found.items()}
+        return {name: value.detach().bfloat16().cpu().contiguous() for name, value in found.items()}
 
 
-def load_transformer(model: Path) -> WanTransformer3DModel:
+def load_transformer(model: Path, device: str = "cpu") -> WanTransformer3DModel:
     transformer = WanTransformer3DModel.from_pretrained(model / "transformer").float()
     fold_padding(transformer, TOKENS)
-    return transformer.eval().requires_grad_(False)
+    return transformer.eval().requires_grad_(False).to(device)
 
 
-def record(work: Path, model: Path, clips: int, from_student: bool) -> None:
+def record(work: Path, model: Path, clips: int, from_student: bool, device: str = "cpu") -> None:
     """Writes chunks of trajectories, each with `embeds`, the latents at the `begin` and the `end` of each segment."""
-    teacher, student = Teacher(model), None
+    teacher, student = Teacher(model, device), None
     if from_student:
-        student = Student(model)
+        student = Student(model, device)
         _restore(student, work)
     kind = f"student-{_step_count(work)}" if from_student else "teacher"
     for chunk in range(clips // CHUNK):
@@ -168,6 +170,7 @@ def record(work: Path, model: Path, clips: int, from_student: bool) -> None:
         rng = random.Random(f"{kind}-{chunk}")
         embeds = teacher.embed([_caption(rng) for _ in range(CHUNK)])
         noise = torch.randn(CHUNK, *LATENTS, generator=torch.Generator().manual_seed(rng.randrange(2**40)))
+        noise = noise.to(device)
         begin, end = [noise], []
         steps = student.rollout(noise, embeds) if student else iter(())
         for segment in range(STEPS):
@@ -182,31 +185,31 @@ def _caption(rng: random.Random) -> str:
     return paraphrase(Attributes(*rng.choice(TRAINING_TRIPLES), background), rng)
 
 
-def train(work: Path, model: Path, steps: int, batch: int, rate: float, seed: int) -> None:
+def train(work: Path, model: Path, steps: int, batch: int, rate: float, seed: int, device: str = "cpu") -> None:
     """``steps`` more steps on everything that is recorded, the newest kind of it for half of them."""
-    student = Student(model)
+    student = Student(model, device)
     parameters = list(student.trained.values())
     optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
     average = [each.detach().clone() for each in parameters]
     done = _restore(student, work)
     last, first = done // steps * steps + steps, done // steps * steps
     if (work / "training.pt").exists():
-        state = torch.load(work / "training.pt", weights_only=True)
+        state = torch.load(work / "training.pt", map_location=device, weights_only=True)
         if done > first:
             optimizer.load_state_dict(state["optimizer"])
         average = state["average"]
         with torch.no_grad():
             for mine, saved in zip(parameters, state["weights"], strict=True):
                 mine.copy_(saved)
-    data, checks = _read_recorded(work)
+    data, checks = _read_recorded(work, device)
     began, running = time.monotonic(), 0.0
     for step in range(done, last):
         generator = torch.Generator().manual_seed(seed + step)
         for group in optimizer.param_groups:
             group["lr"] = rate * schedule(step - first, steps, warmup=50)
         source = data[-1] if step % 2 else data[int(torch.randint(len(data), (), generator=generator))]
-        clip = torch.randint(len(source["embeds"]), (batch,), generator=generator)
-        segment = torch.randint(STEPS, (batch,), generator=generator)
+        clip = torch.randint(len(source["embeds"]), (batch,), generator=generator).to(device)
+        segment = torch.randint(STEPS, (batch,), generator=generator).to(device)
         loss = _error(student, source, clip, segment).mean()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -224,12 +227,13 @@ def train(work: Path, model: Path, steps: int, batch: int, rate: float, seed: in
             logger.info("step %d: loss %.4f, %.0f s", step + 1, running / count, spent)
             running = 0.0
         if (step + 1) % 500 == 0 or step + 1 == last:
-            _report(model, work, checks)
+            _report(model, work, checks, device)
 
 
 def _error(student: Student, source: dict[str, Tensor], clip: Tensor, segment: Tensor) -> Tensor:
     begin, end = source["begin"][clip, segment], source["end"][clip, segment]
-    length = (SIGMAS[segment] - SIGMAS[segment + 1]).view(-1, 1, 1, 1, 1)
+    sigmas = SIGMAS.to(segment.device)
+    length = (sigmas[segment] - sigmas[segment + 1]).view(-1, 1, 1, 1, 1)
     predicted = student.velocity(begin, segment, source["embeds"][clip])
     return (predicted - (begin - end) / length).square().mean((1, 2, 3, 4))
 
@@ -240,11 +244,11 @@ def save(student: Student, path: Path) -> None:
 
 
 @torch.no_grad()
-def _report(model: Path, work: Path, check: dict[str, Tensor]) -> None:
+def _report(model: Path, work: Path, check: dict[str, Tensor], device: str = "cpu") -> None:
     """The averaged student on clips that are not trained on: errors by segment, and of whole runs."""
-    student = Student(model)
+    student = Student(model, device)
     _restore(student, work)
-    clips = torch.arange(len(check["embeds"]))
+    clips = torch.arange(len(check["embeds"]), device=device)
     errors = [float(_error(student, check, clips, torch.full_like(clips, each)).mean()) for each in range(STEPS)]
     *_, made = student.rollout(check["begin"][:, 0], check["embeds"])
     apart = (made - check["end"][:, -1]).flatten(1).norm(dim=1) / check["end"][:, -1].flatten(1).norm(dim=1)
@@ -253,12 +257,14 @@ def _report(model: Path, work: Path, check: dict[str, Tensor]) -> None:
     )
 
 
-def _read_recorded(work: Path) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+def _read_recorded(work: Path, device: str) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """The recorded clips by kind, oldest first; and a chunk of the teacher's that is for checks alone."""
     kinds: dict[str, list[Path]] = {}
     for file in sorted(work.glob("*-???.pt"), key=lambda file: (file.stat().st_mtime, file.name)):
         kinds.setdefault(file.stem.rpartition("-")[0], []).append(file)
-    chunks = [[torch.load(file, weights_only=True) for file in sorted(files)] for files in kinds.values()]
+    chunks = [
+        [torch.load(file, map_location=device, weights_only=True) for file in sorted(files)] for files in kinds.values()
+    ]
     check = chunks[0].pop(0)
     return [{name: torch.cat([each[name] for each in kind]) for name in check} for kind in chunks if kind], check
 
@@ -267,7 +273,7 @@ def _restore(student: Student, work: Path) -> int:
     """Takes the averaged weights of the last training, and says how many steps it had."""
     if not (work / "student.pt").exists():
         return 0
-    state = torch.load(work / "student.pt", weights_only=True)
+    state = torch.load(work / "student.pt", map_location="cpu", weights_only=True)
     with torch.no_grad():
         for name, value in state["average"].items():
             student.trained[name].copy_(value)
@@ -275,7 +281,7 @@ def _restore(student: Student, work: Path) -> int:
 
 
 def _step_count(work: Path) -> int:
-    return torch.load(work / "student.pt", weights_only=True)["step"]
+    return torch.load(work / "student.pt", map_location="cpu", weights_only=True)["step"]
 
 
 def _write(content: dict, file: Path) -> None:
@@ -297,6 +303,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     if arguments.stage == "save" and arguments.output is None:
         parser.error("save needs --output, the name of a file")
@@ -307,11 +314,11 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     if arguments.stage == "record":
-        record(work, arguments.model, arguments.clips, arguments.from_student)
+        record(work, arguments.model, arguments.clips, arguments.from_student, arguments.device)
     elif arguments.stage == "train":
-        train(work, arguments.model, arguments.steps, arguments.batch, arguments.rate, arguments.seed)
+        train(work, arguments.model, arguments.steps, arguments.batch, arguments.rate, arguments.seed, arguments.device)
     else:
-        student = Student(arguments.model)
+        student = Student(arguments.model, arguments.device)
         _restore(student, work)
         save(student, arguments.output)
 

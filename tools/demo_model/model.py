@@ -161,7 +161,7 @@ def save(
     _rewrite(directory / "vae" / "config.json")
 
 
-SHARED_PARTS = ("vae", "text_encoder", "tokenizer", "scheduler", "generation.json", "preview.json")
+SHARED_PARTS = ("vae", "text_encoder", "tokenizer", "scheduler", "preview.json")
 
 
 def save_image_model(
@@ -178,6 +178,10 @@ def save_image_model(
     shared = json.dumps({"from_parent": list(SHARED_PARTS)}, indent=2)
     (directory / "shared_parts.json").write_text(shared + "\n")
     (directory / "presets.json").write_text("{}\n")  # it has not been distilled
+    # Nor has it seen windows of long videos.
+    settings = json.loads((base / "generation.json").read_text())
+    settings = {name: value for name, value in settings.items() if not name.startswith("context")}
+    (directory / "generation.json").write_text(json.dumps(settings, indent=2) + "\n")
     index = json.loads((base / "model_index.json").read_text()) | {
         "_class_name": "WanImageToVideoPipeline",
         "image_encoder": ["transformers", "CLIPVisionModel"],

@@ -59,7 +59,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     pipeline = VideoPipeline.open("demo")
     colours, errors = fit_colours(pipeline)
-    text = json.dumps(colours.as_dict(pipeline.files.latent_channels))
+    text = json.dumps(colours.as_dict(pipeline.files.latent_channels), separators=(",", ":"))
     (DEMO_DIRECTORY / PREVIEW_FILE).write_text(text + "\n", encoding="utf-8")
     logger.info("fitted to within %.3f of a range of 1 (first frames), %.3f (later ones)", *errors)
     return 0

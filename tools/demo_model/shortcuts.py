@@ -9,6 +9,10 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResample, WanRMS_norm
 from torch import Tensor
 
+PART_REACH = 18
+"""Frames that the last two stages of a decoder with one residual block a stage (`num_res_blocks`) look back: two for
+each of nine convolutions."""
+
 
 def take_whole_clips(vae: AutoencoderKLWan) -> None:
     """Let the VAE's halves take all frames in one pass, without a feature cache, and in kernels that GPUs are good at.
@@ -28,9 +32,48 @@ def encode_whole(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
     return vae.quant_conv(vae.encoder(video))
 
 
+@torch.no_grad()
+def encode_latents(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
+    """Normalised latents of videos in 0..1, for a VAE that takes whole clips."""
+    with torch.autocast(video.device.type, torch.bfloat16, enabled=video.is_cuda):
+        video = (video * 2 - 1).contiguous(memory_format=torch.channels_last_3d)
+        mean = encode_whole(vae, video)[:, : vae.config.z_dim].float()
+    shift, scale = _statistics(vae, mean)
+    return (mean - shift) / scale
+
+
+def denormalise(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
+    """Latents as the decoder takes them."""
+    shift, scale = _statistics(vae, latents)
+    return latents * scale + shift
+
+
+def _statistics(vae: AutoencoderKLWan, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of the latents, by channel."""
+    both = (vae.config.latents_mean, vae.config.latents_std)
+    shift, scale = (torch.tensor(values, device=like.device).view(1, -1, 1, 1, 1) for values in both)
+    return shift, scale
+
+
 def decode_whole(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
     """Videos in about -1..1: not clamped, so that gradients pass."""
     return vae.decoder(vae.post_quant_conv(latents))
+
+
+def decode_part(vae: AutoencoderKLWan, latents: Tensor, begin: int, end: int) -> Tensor:
+    """Frames ``begin`` to ``end`` of what `decode_whole` makes, at half the cost of all of a long video.
+
+    The stages before the last two are the ones that reach far back, and they are small. The others see the part alone,
+    and the frames before it that their convolutions reach.
+    """
+    decoder = vae.decoder
+    x = decoder.mid_block(decoder.conv_in(vae.post_quant_conv(latents)))
+    *first, third, fourth = decoder.up_blocks
+    for block in first:
+        x = block(x)
+    before = max(begin - PART_REACH, 0)
+    x = fourth(third(x[:, :, before:end]))
+    return decoder.conv_out(decoder.nonlinearity(decoder.norm_out(x)))[:, :, begin - before :]
 
 
 def _resample_whole(self: WanResample, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import CLIPVisionModel, UMT5EncoderModel
 
 from tools.demo_model.model import new_image_encoder, new_image_transformer
-from tools.demo_model.train_vae import encode_latents
+from tools.demo_model.shortcuts import encode_latents
 from tools.demo_model.train_video import Trainer, VideoTraining
 
 

@@ -1,5 +1,6 @@
 """First stage: the VAE, on clips drawn as they are needed."""
 
+import copy
 import logging
 import math
 import time
@@ -12,10 +13,19 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock, WanResidualBlock
 from torch import Tensor
 
+from tools.demo_model import long_clips
 from tools.demo_model.clips import draw, sample_training
 from tools.demo_model.model import new_vae
 from tools.demo_model.sheet import write_sheet
-from tools.demo_model.shortcuts import decode_whole, encode_whole, take_whole_clips
+from tools.demo_model.shortcuts import (
+    PART_REACH,
+    decode_part,
+    decode_whole,
+    denormalise,
+    encode_latents,
+    encode_whole,
+    take_whole_clips,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +42,18 @@ class VaeTraining:
     # stayed away (18 dB after 2,000 steps, then also with a wide posterior). L1 and the edges sharpen what is there.
     absolute: float = 0.1
     edges: float = 0.1
+    # Errors that change from frame to frame: in a slow motion, or none, a decoder's flicker is all that is seen.
+    flicker: float = 0.0
     objects: float = 4.0  # extra weight of the pixels that are not background
     first: float = 0.0  # extra weight of the first frame, whose latents hold no other frame
     centred: float = 0.0  # share of clips that begin in the middle
     spinning: float = 0.0  # share of clips that spin, beside those that do by chance
+    # Clips of `long_latents`, encoded once; of a decoder's training every second step is theirs. Its convolutions reach
+    # 30 latents back: one that saw 21 changes colours behind them.
+    long: int = 0
+    long_latents: int = 41
+    long_batch: int = 6
+    long_frames: int = 48  # of each, somewhere in it, in a step
     seconds: float = math.inf  # the rate falls to its end, and the training ends, in this time at the latest
     seed: int = 0
 
@@ -57,27 +75,25 @@ def train_vae(settings: VaeTraining, directory: Path, device: str, decoder_only:
     trained = [parameter for parameter in vae.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=settings.rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     began = time.monotonic()
+    pool = _encode_long(vae, settings, generator) if decoder_only and settings.long else None
     for step in range(settings.steps):
         passed = (time.monotonic() - began) / settings.seconds
         if passed >= 1:
             break
         for group in optimizer.param_groups:
             group["lr"] = settings.rate * schedule(step, settings.steps, settings.warmup, passed)
-        video = draw(sample_training(settings.batch, generator, settings.centred, settings.spinning)) * 2 - 1
-        video = video.contiguous(memory_format=torch.channels_last_3d)
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            mean, log_variance = encode_whole(vae, video).float().chunk(2, dim=1)
-            log_variance = log_variance.clamp(-30, 20)
-            noise = torch.randn(mean.shape, generator=generator, device=device)
-            decoded = decode_whole(vae, mean + noise * (0.5 * log_variance).exp())
-        kl = 0.5 * (mean**2 + log_variance.exp() - 1 - log_variance).mean()
+        is_long = pool is not None and step % 2 == 1
+        if is_long:
+            video, decoded, kl = _decode_long(vae, pool, settings, generator)
+        else:
+            video, decoded, kl = _reconstruct(vae, settings, generator)
         difference = decoded.float() - video
-        loss = _distance(difference, video, settings) + settings.kl * kl
+        loss = _distance(difference, video, settings, 0.0 if is_long else settings.first) + settings.kl * kl
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-        if step % 200 == 0:
+        if step % 300 == 0 or (pool is not None and step % 300 == 1):
             now = _decibels(difference.square().mean())
             spent = time.monotonic() - began
             logger.info(
@@ -87,7 +103,58 @@ def train_vae(settings: VaeTraining, directory: Path, device: str, decoder_only:
         _measure(vae, settings, generator)
     directory.mkdir(parents=True, exist_ok=True)
     vae.to("cpu").save_pretrained(directory, safe_serialization=True)
-    return _report(AutoencoderKLWan.from_pretrained(directory).to(device).eval(), directory, generator)
+    vae = AutoencoderKLWan.from_pretrained(directory).to(device).eval()
+    if pool is not None:
+        _report_long(vae, generator)
+    return _report(vae, directory, generator)
+
+
+def _reconstruct(
+    vae: AutoencoderKLWan, settings: VaeTraining, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """New clips, what the VAE makes of them, and how far their latents are from noise."""
+    video = draw(sample_training(settings.batch, generator, settings.centred, settings.spinning)) * 2 - 1
+    video = video.contiguous(memory_format=torch.channels_last_3d)
+    with torch.autocast(video.device.type, torch.bfloat16, enabled=video.is_cuda):
+        mean, log_variance = encode_whole(vae, video).float().chunk(2, dim=1)
+        log_variance = log_variance.clamp(-30, 20)
+        noise = torch.randn(mean.shape, generator=generator, device=video.device)
+        decoded = decode_whole(vae, mean + noise * (0.5 * log_variance).exp())
+    return video, decoded, 0.5 * (mean**2 + log_variance.exp() - 1 - log_variance).mean()
+
+
+def _encode_long(
+    vae: AutoencoderKLWan, settings: VaeTraining, generator: torch.Generator
+) -> tuple[long_clips.LongClips, Tensor]:
+    """Long clips and their latents, as many as ``settings.long`` says."""
+    clips = long_clips.sample_beginnings(settings.long, settings.long_latents, generator)
+    latents = long_clips.encode(vae, clips)
+    logger.info("%d long clips encoded", settings.long)
+    return clips, latents
+
+
+def _decode_long(
+    vae: AutoencoderKLWan,
+    pool: tuple[long_clips.LongClips, Tensor],
+    settings: VaeTraining,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Parts of some long clips, and what the decoder makes of their latents, which are not exact either."""
+    clips, latents = pool
+    last = long_clips.SCALE * (settings.long_latents - 1) + 1 - settings.long_frames
+    margin = settings.long_frames // 2  # so that the frames at both ends are seen as often as the others
+    begin = int(torch.randint(-margin, last + margin, (), generator=generator, device=latents.device))
+    begin = min(begin, last) if begin >= PART_REACH else 0  # two shapes: cuDNN chooses kernels for each
+    end = begin + settings.long_frames
+    chosen = torch.randint(len(latents), (settings.long_batch,), generator=generator, device=latents.device)
+    given = latents[chosen] + 0.05 * torch.randn(latents[chosen].shape, generator=generator, device=latents.device)
+    with torch.autocast(latents.device.type, torch.bfloat16, enabled=latents.is_cuda):
+        decoded = decode_part(vae, denormalise(vae, given), begin, end)
+    return (
+        draw(long_clips.frames_of(clips.take(chosen), begin, end)) * 2 - 1,
+        decoded,
+        torch.zeros((), device=latents.device),
+    )
 
 
 def schedule(step: int, steps: int, warmup: int, passed: float = 0.0, floor: float = 0.01) -> float:
@@ -97,17 +164,6 @@ def schedule(step: int, steps: int, warmup: int, passed: float = 0.0, floor: flo
     """
     rising = min((step + 1) / warmup, 1.0)
     return rising * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(max(step / steps, passed), 1.0))))
-
-
-@torch.no_grad()
-def encode_latents(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
-    """Normalised latents of videos in 0..1, for a VAE that takes whole clips."""
-    with torch.autocast(video.device.type, torch.bfloat16, enabled=video.is_cuda):
-        video = (video * 2 - 1).contiguous(memory_format=torch.channels_last_3d)
-        mean = encode_whole(vae, video)[:, : vae.config.z_dim].float()
-    shift = torch.tensor(vae.config.latents_mean, device=mean.device).view(1, -1, 1, 1, 1)
-    scale = torch.tensor(vae.config.latents_std, device=mean.device).view(1, -1, 1, 1, 1)
-    return (mean - shift) / scale
 
 
 def _initialize(vae: AutoencoderKLWan) -> AutoencoderKLWan:
@@ -121,14 +177,16 @@ def _initialize(vae: AutoencoderKLWan) -> AutoencoderKLWan:
     return vae
 
 
-def _distance(difference: Tensor, video: Tensor, settings: VaeTraining) -> Tensor:
+def _distance(difference: Tensor, video: Tensor, settings: VaeTraining, first: float) -> Tensor:
     # The first corner is always background.
     drawn = (video - video[..., :1, :1]).abs().amax(dim=1, keepdim=True) > 0.05
     weight = 1 + settings.objects * drawn
-    weight[:, :, :1] *= 1 + settings.first
+    weight[:, :, :1] *= 1 + first
     pixels = (weight * (difference.square() + settings.absolute * difference.abs())).mean()
     across, down = difference[..., 1:] - difference[..., :-1], difference[..., 1:, :] - difference[..., :-1, :]
-    return pixels + settings.edges * (across.abs().mean() + down.abs().mean())
+    later = difference[:, :, 1:] - difference[:, :, :-1]
+    changes = settings.edges * (across.abs().mean() + down.abs().mean()) + settings.flicker * later.abs().mean()
+    return pixels + changes
 
 
 def _decibels(mean_square: Tensor) -> float:
@@ -148,6 +206,19 @@ def _measure(vae: AutoencoderKLWan, settings: VaeTraining, generator: torch.Gene
         latents_mean=[round(value, 4) for value in by_channel.mean(1).tolist()],
         latents_std=[round(value, 4) for value in deviation.tolist()],
     )
+
+
+@torch.no_grad()
+def _report_long(vae: AutoencoderKLWan, generator: torch.Generator) -> None:
+    """PSNR of 225 frames, by sevenths."""
+    clips = long_clips.sample_beginnings(32 if generator.device.type == "cuda" else 1, long_clips.LONGEST, generator)
+    fast = copy.deepcopy(vae)
+    take_whole_clips(fast)
+    latents = long_clips.encode(fast, clips)
+    decoded = torch.cat([vae.decode(denormalise(vae, some)).sample for some in latents.split(4)])
+    error = (decoded - (draw(long_clips.frames_of(clips, 0, decoded.shape[2])) * 2 - 1)).square()
+    parts = [round(_decibels(part.mean()), 2) for part in error.tensor_split(7, dim=2)]
+    logger.info("VAE, as saved: %d frames, PSNR by sevenths %s dB", decoded.shape[2], parts)
 
 
 @torch.no_grad()

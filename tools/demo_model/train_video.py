@@ -13,13 +13,15 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor, nn
 from transformers import UMT5EncoderModel
 
+from tools.demo_model import long_clips
 from tools.demo_model.captions import BACKGROUNDS, COLOURS, MOTIONS, SHAPES, TRAINING_TRIPLES, Attributes, paraphrase
-from tools.demo_model.clips import draw, sample_training
+from tools.demo_model.clips import ClipBatch, Tracks, draw, sample_training
 from tools.demo_model.model import FLOW_SHIFT, new_text_encoder, new_tokenizer, new_transformer
-from tools.demo_model.shortcuts import fold_padding, take_whole_clips
-from tools.demo_model.train_vae import encode_latents, schedule
+from tools.demo_model.shortcuts import encode_latents, fold_padding, take_whole_clips
+from tools.demo_model.train_vae import schedule
 
 logger = logging.getLogger(__name__)
+PLAIN_BACKGROUNDS = [list(BACKGROUNDS).index(name) for name in ("black", "white")]
 TOKENS = 32  # rows of a caption in training; the longest of the grammar has 22
 
 
@@ -31,6 +33,8 @@ class VideoTraining:
     warmup: int = 500
     layers: int = 6
     pool: int = 100_000  # clips, encoded once: 1 GB of latents
+    # Windows of long videos, encoded once; with any, every second step is theirs, with as many tokens as the others.
+    long: int = 0
     centred: float = 0.0  # share of clips that begin in the middle
     spinning: float = 0.0  # share of clips that spin, beside those that do by chance
     first: float = 0.0  # extra weight of the first latent frame, which one frame of the video hangs on alone
@@ -73,7 +77,7 @@ class Trainer:
         self.average = copy.deepcopy(self.model).requires_grad_(False)
         fold_padding(self.model.transformer, TOKENS)
         if settings.compiled and device == "cuda":
-            self.model.transformer.compile_repeated_blocks(fullgraph=True)
+            self.model.transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.trained, lr=settings.rate, betas=(0.9, 0.98), weight_decay=settings.decay, fused=True
@@ -81,6 +85,7 @@ class Trainer:
         self.generator = torch.Generator(device).manual_seed(settings.seed)
         self.step = 0
         self.pool = self._pool(vae, scratch)
+        self.long_pool = self._long_pool(vae, scratch) if settings.long else None
         self.captions = _captions(settings).to(device)
 
     def _new_model(self) -> nn.Module:
@@ -125,8 +130,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = settings.rate * factor
         given = self._batch()
-        clean = given.pop("latents")
-        noise = torch.randn(clean.shape, generator=generator, device=self.device)
+        clean, noise, begins = given.pop("latents"), given.pop("noise"), given.pop("begins")
         # Evenly spread over the steps that the shifted scheduler takes, one from each slice of the range.
         spread = torch.rand(len(clean), generator=generator, device=self.device)
         spread = (spread + torch.arange(len(clean), device=self.device)) / len(clean)
@@ -135,7 +139,16 @@ class Trainer:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
             predicted = model((1 - mix) * clean + mix * noise, 1000 * sigma, **given)
         error = (predicted.float() - (noise - clean)).square()
-        loss = error.mean() + settings.first * error[:, :, :1].mean() / clean.shape[2]
+        # What stands first in a window from the middle is blended from other windows: only a video's own first latent
+        # is learned there, which holds one frame and not four.
+        weight = torch.ones_like(error[:, :1])
+        if clean.shape[2] > long_clips.CLIP:
+            # Those of a clip's length are each unlike the later ones, which are all alike, and there are few of them.
+            weight[:, :, : long_clips.CLIP] += settings.first * begins.view(-1, 1, 1, 1, 1)
+            weight[:, :, 0] *= begins.view(-1, 1, 1, 1)
+        else:
+            weight[:, :, 0] += settings.first
+        loss = (weight * error).mean()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
@@ -146,23 +159,39 @@ class Trainer:
         return loss.detach()
 
     def _batch(self) -> dict[str, Tensor]:
-        """What the model is given, and the latents without noise."""
+        """What the model is given, the latents without noise, the noise, and whether they are a video's beginning."""
         settings, generator, device = self.settings, self.generator, self.device
+        pool, count = self.pool, settings.batch
+        if self.long_pool is not None and self.step % 2:
+            pool, count = self.long_pool, settings.batch * long_clips.CLIP // long_clips.WINDOW
 
         def pick(high: int) -> Tensor:
-            return torch.randint(high, (settings.batch,), generator=generator, device=device)
+            return torch.randint(high, (count,), generator=generator, device=device)
 
-        chosen = pick(len(self.pool["latents"]))
-        given = {name: values[chosen] for name, values in self.pool.items()}
+        chosen = pick(len(pool["latents"]))
+        given = {name: values[chosen] for name, values in pool.items()}
         triple, background = given.pop("attributes").unbind(1)
+        noise = torch.randn(given["latents"].shape, generator=generator, device=device)
+        places = given.pop("places", None)
+        if places is None:
+            begins = torch.ones(count, dtype=torch.bool, device=device)
+        else:
+            begins = places[:, 0] == 0
+            repeated = long_clips.repeat_noise(noise, places, generator)
+            noise = torch.where((pick(2) == 0).view(-1, 1, 1, 1, 1), noise, repeated)
         # Half of the captions say nothing of the background: entry 0.
-        background = torch.where(pick(2) == 0, 0, background + 1)
+        unnamed = pick(2) == 0
+        if places is not None:
+            # On gray or brown, a long video's caption says so: windows that choose for themselves mistake one for the
+            # other.
+            unnamed &= torch.isin(background, torch.tensor(PLAIN_BACKGROUNDS, device=device))
+        background = torch.where(unnamed, 0, background + 1)
         tokens = self.captions[triple, background, pick(settings.phrases)].long()
-        silent = torch.rand(settings.batch, generator=generator, device=device) < settings.unconditional
+        silent = torch.rand(count, generator=generator, device=device) < settings.unconditional
         empty = torch.zeros(TOKENS, dtype=torch.long, device=device)
         empty[0] = 1  # "" is the end mark alone
         given = {name: values.float() for name, values in given.items()}
-        return given | {"tokens": torch.where(silent[:, None], empty, tokens)}
+        return given | {"noise": noise, "begins": begins, "tokens": torch.where(silent[:, None], empty, tokens)}
 
     def _pool(self, vae: AutoencoderKLWan, scratch: Path) -> dict[str, Tensor]:
         """By name, one row a clip: `attributes` (the indices of its triple and background) and all of `_encode`."""
@@ -175,18 +204,30 @@ class Trainer:
         fast = copy.deepcopy(vae)
         take_whole_clips(fast)
         generator = torch.Generator(device).manual_seed(settings.seed + 1000)
-        numbers = torch.zeros(len(COLOURS), len(SHAPES), len(MOTIONS), dtype=torch.long, device=device)
-        for number, (colour, shape, motion) in enumerate(TRAINING_TRIPLES):
-            numbers[list(COLOURS).index(colour), SHAPES.index(shape), MOTIONS.index(motion)] = number
         parts = []
         chunk = min(256, settings.pool)
         for _ in range(0, settings.pool, chunk):
             batch = sample_training(chunk, generator, settings.centred, settings.spinning)
-            attributes = torch.stack([numbers[batch.colour, batch.shape, batch.motion], batch.background], 1)
-            parts.append({"attributes": attributes, **self._encode(fast, draw(batch))})
+            parts.append({"attributes": _numbers(batch), **self._encode(fast, draw(batch))})
         pool = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         _write(pool, file)
         logger.info("%d clips drawn and encoded in %.0f s", len(pool["attributes"]), time.monotonic() - began)
+        return pool
+
+    def _long_pool(self, vae: AutoencoderKLWan, scratch: Path) -> dict[str, Tensor]:
+        """`attributes` and `latents` of windows of long videos, and the `places` of the latents in them."""
+        file = scratch / f"windows-{self.settings.long}-{self.settings.seed}.pt"
+        if file.exists():
+            return torch.load(file, map_location=self.device, weights_only=True)
+        began = time.monotonic()
+        fast = copy.deepcopy(vae)
+        take_whole_clips(fast)
+        generator = torch.Generator(self.device).manual_seed(self.settings.seed + 2000)
+        windows = long_clips.sample_windows(self.settings.long, generator)
+        latents = long_clips.encode(fast, windows).bfloat16()
+        logger.info("%d windows of long videos drawn and encoded in %.0f s", len(latents), time.monotonic() - began)
+        pool = {"attributes": _numbers(windows.tracks), "latents": latents, "places": windows.latents}
+        _write(pool, file)
         return pool
 
     def _encode(self, vae: AutoencoderKLWan, video: Tensor) -> dict[str, Tensor]:
@@ -217,6 +258,15 @@ def _write(content: dict, file: Path) -> None:
     partial = file.with_suffix(".partial")
     torch.save(content, partial)
     partial.replace(file)
+
+
+def _numbers(clips: ClipBatch | Tracks) -> Tensor:
+    """[B, 2]: the place of the triple in TRAINING_TRIPLES, and that of the background."""
+    device = clips.colour.device
+    places = torch.zeros(len(COLOURS), len(SHAPES), len(MOTIONS), dtype=torch.long, device=device)
+    for number, (colour, shape, motion) in enumerate(TRAINING_TRIPLES):
+        places[list(COLOURS).index(colour), SHAPES.index(shape), MOTIONS.index(motion)] = number
+    return torch.stack([places[clips.colour, clips.shape, clips.motion], clips.background], 1)
 
 
 def _captions(settings: VideoTraining) -> Tensor:
