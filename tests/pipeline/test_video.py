@@ -277,6 +277,20 @@ def test_an_image_that_does_not_fit_is_decoded_in_tiles() -> None:
     assert_wrong_ones_differ(whole, 30, latents=torch.cat(list(pipeline.decode(latents.flip(4), settings)), dim=1))
 
 
+def test_the_devices_decode_while_the_caller_writes() -> None:
+    latents = torch.arange(4.0).view(1, 1, 4, 1, 1).expand(1, 3, 4, 2, 2)
+    started = []
+
+    def decode_frame(latent: torch.Tensor, cache: Any) -> Any:
+        started.append(latent[0, 0, 0, 0, 0].item())
+        return to_device(latent.permute(0, 2, 3, 4, 1).contiguous()), []
+
+    seen = [
+        (frames.mean().item(), len(started)) for frames in decode.decode_frames(decode_frame, latents, tiles=Tiles())
+    ]
+    assert seen == [(0, 3), (1, 3), (2, 4), (3, 4)]
+
+
 @pytest.mark.parametrize("fits", [True, False], ids=["at once", "in tiles"])
 def test_a_video_that_is_decoded_whole(fits: bool) -> None:
     latents = torch.rand(1, 3, 4, 6, 20, generator=torch.Generator().manual_seed(0))
