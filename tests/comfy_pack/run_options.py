@@ -147,7 +147,7 @@ def run() -> dict[str, object]:
             for name, options in {
                 "reuse": node_options(reuse=7.0),
                 "mesh": node_options(mesh="tp=16"),
-                "context_overlap": node_options(context_overlap=40),
+                "context_overlap": node_options(context_overlap=90),
                 "options": "dp=2",
             }.items()
         },

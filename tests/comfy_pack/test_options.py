@@ -66,7 +66,7 @@ def test_a_bad_value_is_refused_by_the_options_node_with_its_input(ran, name, se
         ("reuse", "reuse=7.0 is not a number from 0 to 1"),
         ("mesh", "mesh dp=1,sp=1,tp=16 needs 16 devices but there are 8"),
         ("options", "options is a str, expected what TPU Options gives"),
-        ("context_overlap", "context_overlap=40 leaves windows of 17 frames"),
+        ("context_overlap", "context_overlap=90 leaves windows of 81 frames"),
     ],
 )
 def test_a_value_that_does_not_suit_the_model_is_refused_by_the_node_that_runs_it(ran, name, sentence):
@@ -76,7 +76,7 @@ def test_a_value_that_does_not_suit_the_model_is_refused_by_the_node_that_runs_i
 
 
 def test_a_long_video_over_a_link_has_the_windows_of_the_options(ran):
-    assert ran["context"] == [161, "uniform", 17, 8, "pyramid", 2]
+    assert ran["context"] == [161, "uniform", 81, 8, "pyramid", 2]
 
 
 def test_fast_decides_what_is_at_its_default(ran):
