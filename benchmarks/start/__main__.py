@@ -5,6 +5,8 @@
 
 The second model has the shapes of Wan 2.1 14B and zeros for weights, which take no room on the disk. The first process
 compiles (`comfy-tpu warm`); of the others the fastest is reported, and what JAX traced, lowered and compiled in it.
+With `--prompts N`, each of further processes makes N + 1 videos, and the times of all but the first are reported, from
+the prompt to the file.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -49,18 +52,51 @@ print("RESULT" + json.dumps({"status": status, "seconds": marks, "traced, lowere
 """
 
 
-def run(arguments: list[str]) -> dict[str, Any]:
+_PROMPTS = """
+import json, sys, time
+from pathlib import Path
+import comfy_tpu
+from comfy_tpu.config import CacheConfig, RuntimeConfig
+model, cache, directory, count = sys.argv[1:]
+pipe = comfy_tpu.open(model, RuntimeConfig(cache=CacheConfig(directory=Path(cache))))
+def make(number):
+    begin, used = time.perf_counter(), time.process_time()
+    pipe(f"a red circle moving right, {number}", seed=number).save(Path(directory) / f"{number}.mp4")
+    return time.perf_counter() - begin, time.process_time() - used
+make(0)
+print("RESULT" + json.dumps([make(number) for number in range(1, int(count) + 1)]))
+"""
+
+
+def run(script: str, arguments: list[str]) -> Any:
+    """What a script prints as its result, in a new process."""
     environment = {**os.environ, "BEGIN": str(time.time())}
     done = subprocess.run(
-        [sys.executable, "-c", _RUN, *arguments], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True, check=False
     )
     found = [line.removeprefix("RESULT") for line in done.stdout.splitlines() if line.startswith("RESULT")]
     if done.returncode or not found:
         raise SystemExit(done.stderr or done.stdout)
-    result: dict[str, Any] = json.loads(found[0])
-    if result.pop("status"):
-        raise SystemExit(done.stderr)
+    return json.loads(found[0])
+
+
+def run_command(arguments: list[str]) -> dict[str, Any]:
+    result: dict[str, Any] = run(_RUN, arguments)
+    if status := result.pop("status"):
+        raise SystemExit(f"`comfy-tpu {' '.join(arguments)}` ended with status {status}")
     return result
+
+
+def time_prompts(model: str, directory: Path, count: int, runs: int) -> dict[str, Any]:
+    """The medians of videos that follow the first one of a process."""
+    times = [run(_PROMPTS, [model, str(directory / "cache"), str(directory), str(count)]) for _ in range(runs)]
+    seconds, processor = zip(*(video for process in times for video in process), strict=True)
+    return {
+        "seconds": round(statistics.median(seconds), 3),
+        "processor seconds": round(statistics.median(processor), 3),
+        "medians of processes": [round(statistics.median(wall for wall, _ in process), 3) for process in times],
+        "least and most": [round(min(seconds), 3), round(max(seconds), 3)],
+    }
 
 
 def main() -> None:
@@ -70,6 +106,7 @@ def main() -> None:
     parser.add_argument("--size", help="as of generate; the model's own if none is given")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--prompts", type=int, default=0, metavar="N", help="further videos in each of further processes")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     given.directory.mkdir(parents=True, exist_ok=True)
@@ -81,11 +118,13 @@ def main() -> None:
     options = ["--cache-dir", str(given.directory / "cache")]
     options += ["--size", given.size] if given.size else []
     options += ["--steps", str(given.steps)] if given.steps else []
-    first = run(["warm", model, *options])
+    first = run_command(["warm", model, *options])
     output = ["--output", str(given.directory / "x.npy")]
-    later = [run(["generate", "a red circle", "--model", model, *options, *output]) for _ in range(given.runs)]
+    later = [run_command(["generate", "a red circle", "--model", model, *options, *output]) for _ in range(given.runs)]
     result = {"model": given.model, "size": given.size, "warm": first, "start": min(later, key=_total)}
     result["all"] = [_total(each) for each in later]
+    if given.prompts:
+        result["further prompts"] = time_prompts(model, given.directory, given.prompts, given.runs)
     text = json.dumps(result, indent=2)
     sys.stdout.write(text + "\n")
     if given.json:
