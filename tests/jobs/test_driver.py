@@ -174,6 +174,26 @@ def test_files_beside_an_output_are_nobody_elses(address: str) -> None:
     assert counts.total == 4
 
 
+def test_a_line_does_not_replace_what_it_reads(tmp_path: Path) -> None:
+    (tmp_path / "walk").mkdir()
+    for name in ("first.png", "walk/frame_0000.png"):
+        (tmp_path / name).write_bytes(b"given")
+    _, observer, counts = run(
+        str(tmp_path),
+        {"prompt": "image", "image": str(tmp_path / "first.png"), "output": "first.png"},
+        {"prompt": "frames", "video": str(tmp_path / "walk"), "output": "walk/"},
+        {"prompt": "beside", "video": str(tmp_path / "walk"), "output": "walk/all.png"},
+    )
+    assert {refusal.line: refusal.reason for refusal in observer.refusals} == {
+        1: f"output={tmp_path}/first.png would replace {tmp_path}/first.png, which is an input of this run; choose "
+        "another name",
+        2: f"output={tmp_path}/walk/frame_%04d.png would replace {tmp_path}/walk/frame_0000.png, which is an input of "
+        "this run; choose another name",
+    }
+    assert counts == Counts(done=1)
+    assert (tmp_path / "first.png").read_bytes() == (tmp_path / "walk/frame_0000.png").read_bytes() == b"given"
+
+
 def test_a_full_disk_ends_the_batch_and_it_goes_on(address: str) -> None:
     with pytest.raises(ComfyTpuError, match="No space left.*goes on where it was"):
         run(address, "a", "b", "c", fail={"b": [OSError(28, "No space left on device")]})

@@ -66,3 +66,10 @@ def test_files_of_their_own(names: tuple[str, str], place: Path) -> None:
     for first, second in ((one, other), (other, one)):
         check_conflicts([("output", first), ("contact_sheet", second)], [place / "there.png"])
         check_conflicts([("output", first)], [second])
+
+
+@pytest.mark.parametrize("output", ["sub/f%d.png", "linked/f8.png", "sub/./f9.png"])
+def test_the_files_of_a_directory_are_inputs(output: str, place: Path) -> None:
+    with pytest.raises(InvalidValueError, match=r"would replace .*/sub/f[89]\.png, which is an input of this run"):
+        check_conflicts([("output", place / output)], [place / "sub"])
+    check_conflicts([("output", place / "sub" / "g%d.png"), ("preview", place / "sub" / "x.png")], [place / "sub"])

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
@@ -22,6 +23,7 @@ from comfy_tpu.jobs.output_names import check_output_name, find_steps_job, list_
 from comfy_tpu.jobs.request import Request, default_output
 from comfy_tpu.jobs.sources import InvalidLine, Line
 from comfy_tpu.json_input import parse_json
+from comfy_tpu.pipeline.path_conflicts import check_conflicts
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +160,9 @@ class Batch:
         output = request.output
         name = default_output(request, identity, facts.suffix) if output is None else check_output_name(output)
         others = list_other_names(name, request.values)
+        if self.folder.local is not None:
+            outputs = [("output", self.folder.local / each) for each in (name, *others)]
+            check_conflicts(outputs, map(Path, request.input_files()))
         return NewJob(_job_id(identity, name), line.number, request, name, others)
 
     def _refuse(self, refusal: Refusal) -> None:

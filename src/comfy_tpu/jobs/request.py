@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import re
 import unicodedata
@@ -92,6 +93,12 @@ class Request:
             parts = [split_lora(each) for each in _as_list(values["lora"])]
             files["lora"] = [[file_fingerprint(address), chosen] for address, chosen in parts]
         return _digest({**decisive, **files, "model": model_fingerprint, "version": RESULT_VERSION})
+
+    def input_files(self) -> list[str]:
+        """The files and addresses that the request names, besides its model."""
+        named = {name: _as_list(self.values.get(name, [])) for name in FILE_FIELDS}
+        loras = [split_lora(each)[0] for each in named.pop("lora")]
+        return [*itertools.chain.from_iterable(named.values()), *loras]
 
     def to_json(self) -> str:
         return json.dumps(self.values, ensure_ascii=False, sort_keys=True)

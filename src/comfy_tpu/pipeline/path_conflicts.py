@@ -14,19 +14,27 @@ from comfy_tpu.pipeline.frame_names import frame_name_pattern, is_sequence
 def check_conflicts(outputs: Sequence[tuple[str, Path]], inputs: Iterable[Path] = ()) -> None:
     """Raises InvalidValueError if two outputs are the same file, under any names and links, or one is an input.
 
-    `outputs` are pairs of a field, for the error, and a path; frames/f-%04d.png means all frames.
+    `outputs` are pairs of a field, for the error, and a path; frames/f-%04d.png means all frames. An input that is a
+    directory stands for the files in it: a video may be given as its frames.
     """
     for (_, first), (field, second) in itertools.combinations(outputs, 2):
         if _is_same_file(first, second):
             raise InvalidValueError(
                 f"{field}={second} is the same file as {first}, which is written too; choose another name", field=field
             )
-    for (field, output), given in itertools.product(outputs, inputs):
+    for (field, output), given in itertools.product(outputs, itertools.chain.from_iterable(map(_list_files, inputs))):
         if _is_same_file(output, given):
             raise InvalidValueError(
                 f"{field}={output} would replace {given}, which is an input of this run; choose another name",
                 field=field,
             )
+
+
+def _list_files(given: Path) -> list[Path]:
+    try:
+        return sorted(given.iterdir()) if given.is_dir() else [given]
+    except OSError:  # whoever reads the directory says what is wrong with it
+        return [given]
 
 
 def _is_same_file(first: Path, second: Path) -> bool:
