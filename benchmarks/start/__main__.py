@@ -106,7 +106,9 @@ def main() -> None:
     parser.add_argument("--size", help="as of generate; the model's own if none is given")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--prompts", type=int, default=0, metavar="N", help="further videos in each of further processes")
+    parser.add_argument(
+        "--prompts", type=int, default=0, metavar="N", help="further videos in each of further processes"
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     given.directory.mkdir(parents=True, exist_ok=True)
