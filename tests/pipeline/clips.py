@@ -74,6 +74,45 @@ def write_video(
     return path
 
 
+def write_flash(
+    path: Path,
+    *,
+    at: float = 1.5,
+    video_begin: float = 0.0,
+    sound_begin: float = 0.0,
+    missing: tuple[float, float] = (0.0, 0.0),
+) -> Path:
+    """A video of two seconds that turns white at `at`, with a click at the same time. `video_begin`, `sound_begin`:
+    the times of the first picture and sample; `missing`: the seconds between which packets of sound are left out."""
+    fps, rate, block = 10, 8000, 160
+    begin, end = round(sound_begin * rate), 2 * rate
+    samples = np.zeros((1, end), np.float32)
+    samples[0, round(at * rate) :][:200] = 0.9 * np.sin(np.arange(200) * 0.8)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=fps)
+        stream.width, stream.height = SIZE
+        stream.pix_fmt = "yuv420p"
+        track = container.add_stream("aac" if path.suffix == ".mp4" else "pcm_s16le", rate=rate)
+        track.codec_context.layout = "mono"
+        for number in range(round(video_begin * fps), 2 * fps):
+            shade = 255 if number >= round(at * fps) else 0
+            frame = av.VideoFrame.from_ndarray(np.full((SIZE[1], SIZE[0], 3), shade, np.uint8), format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, fps)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+        for first in range(begin, end, block):
+            if missing[0] <= first / rate < missing[1]:
+                continue
+            part = samples[:, first : first + block]
+            if path.suffix != ".mp4":
+                part = (part * 32767).astype(np.int16)
+            sound = av.AudioFrame.from_ndarray(part, format="fltp" if path.suffix == ".mp4" else "s16", layout="mono")
+            sound.sample_rate, sound.pts, sound.time_base = rate, first, Fraction(1, rate)
+            container.mux(track.encode(sound))
+        container.mux(track.encode(None))
+    return path
+
+
 def write_images(directory: Path, count: int, name: str = "frame_{:03d}.png", size: tuple[int, int] = SIZE) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for number in range(count):

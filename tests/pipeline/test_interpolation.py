@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import av
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -19,6 +20,8 @@ from comfy_tpu.pipeline.sound import Waveform
 from tests.closeness import SAME, psnr
 from tests.jobs.test_previews import run_jobs
 from tests.pipeline import small_ifnet as small
+from tests.pipeline.clips import write_flash
+from tests.pipeline.test_sound import read
 
 FRAMES = torch.rand(2, 3, 40, 72, 3, generator=torch.Generator().manual_seed(1))
 
@@ -153,6 +156,19 @@ def test_a_finished_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert (frames, fps) == (7, 24)
     assert sounds == [(8000, pytest.approx(4 / 12, abs=1 / 12))]
     assert media.read_metadata(tmp_path / "clip-2x.mp4")["interpolation"].endswith(" x2")
+
+
+@pytest.mark.parametrize("name", ["late.mkv", "late.mp4"])
+def test_a_late_sound_stays_late(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Interpolator, "_between", lambda self, first, second, times: first[:, None].expand(-1, 1, -1, -1, -1)
+    )
+    save_file(small.make_tensors(), tmp_path / "rife.safetensors")
+    clip, output = write_flash(tmp_path / name, at=1.5, sound_begin=1.0), tmp_path / "x.mp4"
+    assert main(["interpolate", str(clip), "--model", str(tmp_path / "rife.safetensors"), "-o", str(output)]) == 0
+    brightness, _, samples, rate, start = read(output)
+    assert np.argmax(brightness > 128) / 20 == 1.5
+    assert abs(start + np.argmax(np.abs(samples[0]) > 0.3) / rate - 1.5) < 0.01
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -16,6 +17,8 @@ from comfy_tpu.families.settings import settings_of_latents
 from comfy_tpu.families.shared.packed_sound import join_sound, split_sound
 from comfy_tpu.pipeline import media, sound_files
 from comfy_tpu.pipeline.sound import Waveform
+from comfy_tpu.pipeline.video_files import open_video
+from tests.pipeline.clips import write_flash
 
 FPS, RATE, FRAMES = 24, 24000, 48
 
@@ -93,6 +96,53 @@ def test_a_sound_that_does_not_fit_into_memory_is_refused(tmp_path: Path, monkey
     assert sound_files.read_sound(path, "video") is not None
     monkeypatch.setattr(sound_files, "_SAMPLES_MAX", 2 * 60 * RATE // 50)
     with pytest.raises(InvalidValueError, match=r"video=.*x.mp4 has a sound of more than 0 minutes, .*cut a piece out"):
+        sound_files.read_sound(path, "video")
+
+
+def heard_and_seen(path: Path) -> tuple[float, float]:
+    """When the click and the flash begin, as they are read."""
+    source = open_video(path, "video")
+    sound = sound_files.read_sound(path, "video", begin=source.begin, seconds=source.seconds)
+    assert sound is not None
+    heard = float((sound.samples[0, 0].abs() > 0.3).float().argmax()) / sound.rate
+    brightness = np.array([np.asarray(frame).mean() for frame in source.frames(10)])
+    return heard, float(np.argmax(brightness > 128)) / 10
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("x.mkv", {}, 1.5),
+        ("x.mp4", {}, 1.5),
+        ("x.mkv", {"sound_begin": 1.0}, 1.5),
+        ("x.mp4", {"sound_begin": 1.0}, 1.5),
+        ("x.mkv", {"video_begin": 0.5}, 1.0),
+        ("x.mp4", {"video_begin": 0.5}, 1.0),
+        ("x.mkv", {"video_begin": 0.5, "sound_begin": 0.8}, 1.0),
+        ("x.mkv", {"missing": (0.3, 0.5)}, 1.5),
+        ("x.mkv", {"missing": (0.3, 0.32)}, 1.5),
+    ],
+)
+def test_a_sound_that_is_read_keeps_its_time(name: str, changes: Any, expected: float, tmp_path: Path) -> None:
+    heard, seen = heard_and_seen(write_flash(tmp_path / name, **changes))
+    assert seen == expected
+    assert abs(heard - expected) < 0.005
+
+
+def test_a_sound_ends_with_the_pictures(tmp_path: Path) -> None:
+    path = write_flash(tmp_path / "x.mkv")
+    for seconds, expected in ((1.6, 12800), (5.0, 16000)):
+        sound = sound_files.read_sound(path, "video", seconds=seconds)
+        assert sound is not None
+        assert sound.samples.shape[2] == expected
+    assert sound_files.read_sound(path, "video", begin=9.0) is None, "it is over before the first picture"
+
+
+def test_silence_counts_as_sound_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_flash(tmp_path / "x.mkv", sound_begin=1.0)
+    monkeypatch.setattr(sound_files, "_SAMPLES_MAX", 12000)
+    assert sound_files.read_sound(path, "video", begin=1.0) is not None
+    with pytest.raises(InvalidValueError, match="has a sound of more than 0 minutes"):
         sound_files.read_sound(path, "video")
 
 

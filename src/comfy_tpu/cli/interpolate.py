@@ -65,10 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
     (path,) = media.check_output(arguments.output or own)
     outputs = [("output", path), *([("contact_sheet", arguments.contact_sheet)] if arguments.contact_sheet else [])]
     check_conflicts(outputs, [arguments.video, chosen.model])
-    sound = read_sound(arguments.video, "video")
+    count = source.count(fps)
+    sound = read_sound(arguments.video, "video", begin=source.begin, seconds=count / fps)
     start_devices(arguments.platform)
     interpolator = Interpolator(chosen, arguments.platform, CacheConfig(directory=arguments.cache_dir))
-    count = source.count(fps)
     media.write_videos(
         [path],
         interpolator.interpolate(_read(source, fps, count)),

@@ -67,6 +67,11 @@ class VideoSource(Protocol):
         ...
 
     @property
+    def begin(self) -> float:
+        """When its first picture is shown by the clock of its file, in seconds; 0 where it has none."""
+        ...
+
+    @property
     def seconds(self) -> float:
         """How long it is shown; 0 where that is not known."""
         ...
@@ -109,7 +114,7 @@ class Frames:
         self.array = frames
         self.is_picture = is_picture
 
-    seconds = 0.0
+    begin = seconds = 0.0
 
     @property
     def size(self) -> tuple[int, int]:
@@ -133,7 +138,7 @@ class FrameDirectory:
     """A directory of numbered images, in the order of their numbers."""
 
     is_picture = False
-    seconds = 0.0
+    begin = seconds = 0.0
 
     def __init__(self, path: Path, files: Sequence[Path], size: tuple[int, int], field: str) -> None:
         self._path, self._files, self._field = path, files, field
@@ -190,9 +195,10 @@ class FrameDirectory:
 class _Timed:
     """A source whose pictures have times."""
 
-    def __init__(self, starts: Sequence[float], end: float) -> None:
-        """`starts`: when each picture begins to be shown, from 0, rising; `end`: when the last one ends, in seconds."""
-        self._starts, self.end, self.count = starts, end, len(starts)
+    def __init__(self, starts: Sequence[float], end: float, begin: float = 0.0) -> None:
+        """`starts`: when each picture begins to be shown, from 0, rising; `end`: when the last one ends, in seconds;
+        `begin`: when the first one begins by the file's clock."""
+        self._starts, self.end, self.count, self.begin = starts, end, len(starts), begin
 
     def picks(self, fps: float) -> Sequence[int]:
         """The number of the picture of each frame at this rate."""
@@ -212,6 +218,7 @@ class Animation:
     """An animated GIF, WebP or PNG."""
 
     is_picture = False
+    begin = 0.0
 
     def __init__(self, path: Path, size: tuple[int, int], timing: _Timed, field: str) -> None:
         self._path, self._timing, self._field = path, timing, field
@@ -241,6 +248,7 @@ class VideoFile:
     def __init__(self, path: Path, size: tuple[int, int], timing: _Timed, field: str) -> None:
         self._path, self._timing, self._field = path, timing, field
         self.size, self.pictures, self.seconds = size, timing.count, timing.end
+        self.begin = timing.begin
 
     @classmethod
     def open(cls, path: Path, field: str) -> VideoFile:
@@ -371,15 +379,22 @@ def _read_times(container: Any, stream: Any, path: Path, field: str) -> _Timed:
     shown, decoded, durations = zip(*packets, strict=True)
     # AVI has no times of presentation, and FFmpeg's guesses repeat. Pictures leave a decoder one by one.
     stamps = next((each for each in (shown, decoded) if None not in each and len(set(each)) == len(each)), None)
+    begin = _first_time(stamps or (*shown, *decoded), stream)
     if stamps is None or len(packets) == 1:
         rate = float(stream.average_rate or stream.guessed_rate or 25)
         _check_seconds(len(packets) / rate if rate > 0 else -1, path, field)
-        return _Timed([index / rate for index in range(len(packets))], len(packets) / rate)
+        return _Timed([index / rate for index in range(len(packets))], len(packets) / rate, begin)
     seconds = [float((stamp - min(stamps)) * stream.time_base) for stamp in sorted(stamps)]
     usual = seconds[-1] / (len(seconds) - 1)
     last = float(durations[max(range(len(stamps)), key=stamps.__getitem__)] * stream.time_base)
     _check_seconds(seconds[-1] + last, path, field)
-    return _Timed(seconds, seconds[-1] + (last or usual))
+    return _Timed(seconds, seconds[-1] + (last or usual), begin)
+
+
+def _first_time(stamps: Sequence[int | None], stream: Any) -> float:
+    """The earliest of the known stamps in seconds; 0 where none is known."""
+    known = [stamp for stamp in stamps if stamp is not None]
+    return float(min(known) * stream.time_base) if known else 0.0
 
 
 def _check_seconds(seconds: float, path: Path, field: str) -> None:
