@@ -1,6 +1,8 @@
 """Frames between frames, against RIFE in plain PyTorch; a video's frames as they come; what is refused."""
 
 import json
+import shutil
+import types
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from comfy_tpu.cli.interpolate import _name_output
 from comfy_tpu.cli.main import main
 from comfy_tpu.config import Interpolation
 from comfy_tpu.errors import CheckpointError, InvalidValueError
@@ -20,7 +23,7 @@ from comfy_tpu.pipeline.sound import Waveform
 from tests.closeness import SAME, psnr
 from tests.jobs.test_previews import run_jobs
 from tests.pipeline import small_ifnet as small
-from tests.pipeline.clips import write_flash
+from tests.pipeline.clips import write_flash, write_images
 from tests.pipeline.test_sound import read
 
 FRAMES = torch.rand(2, 3, 40, 72, 3, generator=torch.Generator().manual_seed(1))
@@ -138,11 +141,16 @@ def read_clip(path: Path) -> tuple[int, int, list[tuple[int, float]]]:
         return sum(1 for _ in container.decode(stream)), round(stream.average_rate), sounds
 
 
-def test_a_finished_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Twice the rate, the same sound; the network is that of another test here, and is not compiled again."""
+def repeat_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets each frame be shown twice: the network is that of another test here, and is not compiled again."""
     monkeypatch.setattr(
-        Interpolator, "_between", lambda self, first, second, times: second[:, None].expand(-1, 1, -1, -1, -1)
+        Interpolator, "_between", lambda self, first, second, times: first[:, None].expand(-1, 1, -1, -1, -1)
     )
+
+
+def test_a_finished_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice the rate, the same sound."""
+    repeat_frames(monkeypatch)
     save_file(small.make_tensors(), tmp_path / "rife.safetensors")
     clip, model = write_clip(tmp_path / "clip.mp4"), str(tmp_path / "rife.safetensors")
     assert main(["interpolate", str(clip), "--model", model, "--json"]) == 0
@@ -160,9 +168,7 @@ def test_a_finished_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 @pytest.mark.parametrize("name", ["late.mkv", "late.mp4"])
 def test_a_late_sound_stays_late(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Interpolator, "_between", lambda self, first, second, times: first[:, None].expand(-1, 1, -1, -1, -1)
-    )
+    repeat_frames(monkeypatch)
     save_file(small.make_tensors(), tmp_path / "rife.safetensors")
     clip, output = write_flash(tmp_path / name, at=1.5, sound_begin=1.0), tmp_path / "x.mp4"
     assert main(["interpolate", str(clip), "--model", str(tmp_path / "rife.safetensors"), "-o", str(output)]) == 0
@@ -188,6 +194,18 @@ def test_a_late_sound_stays_late(name: str, tmp_path: Path, monkeypatch: pytest.
             "more than 240; choose a smaller",
         ),
         (["clip.mp4", "--model", "clip.mp4"], "--model clip.mp4 is not a .safetensors file"),
+        (
+            ["clip.mp4", "--model", "rife.safetensors", "-o", "x.png"],
+            "--output x.png is one image and the video has 7 frames; write x-%04d.png",
+        ),
+        (
+            ["clip.mp4", "--model", "rife.safetensors", "--contact-sheet", "x.jpg"],
+            "--contact-sheet x.jpg is an image; give it a name in .png",
+        ),
+        (
+            ["clip.mp4", "--model", "rife.safetensors", "--contact-sheet", "a/b/x.png"],
+            "--contact-sheet a/b/x.png is in a/b, and there is no a; create it first",
+        ),
     ],
 )
 def test_refused_on_a_command_line(
@@ -206,8 +224,51 @@ def test_refused_on_a_command_line(
     (tmp_path / "frames").mkdir()
     for number in range(2):
         Image.new("RGB", (32, 32)).save(f"frames/{number}.png")
+    monkeypatch.setattr(Interpolator, "interpolate", lambda *given: pytest.fail("frames were made"))
     assert main(["interpolate", *flags]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_full_disk_is_found_before_frames_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("comfy_tpu.cli.interpolate.start_devices", lambda platform: pytest.fail("devices were started"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=0))
+    clip = write_clip(tmp_path / "clip.mp4", sounds=False)
+    assert main(["interpolate", str(clip), "--model", "rife.safetensors", "-o", str(tmp_path / "x.npy")]) == 1
+    assert "needs 0.1 MiB at least and" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argument", "output"),
+    [(".", "../frames-2x.mp4"), ("sub/..", "../frames-2x.mp4"), ("../frames", "../frames-2x.mp4")],
+)
+def test_the_current_directory(
+    argument: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repeat_frames(monkeypatch)
+    save_file(small.make_tensors(), tmp_path / "rife.safetensors")
+    (write_images(tmp_path / "frames", 3) / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "frames")
+    assert main(["interpolate", argument, "--fps", "8", "--model", "../rife.safetensors"]) == 0
+    assert Path(capsys.readouterr().out.strip()).samefile(output)
+
+
+def test_a_video_that_is_there_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repeat_frames(monkeypatch)
+    save_file(small.make_tensors(), tmp_path / "rife.safetensors")
+    clip = write_clip(tmp_path / "clip.mp4", sounds=False)
+    (tmp_path / "clip-2x.mp4").write_bytes(b"of somebody")
+    assert main(["interpolate", str(clip), "--model", str(tmp_path / "rife.safetensors")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'clip-2x-1.mp4'}\n"
+    assert (tmp_path / "clip-2x.mp4").read_bytes() == b"of somebody"
+
+
+@pytest.mark.parametrize("name", ["/", "/.."])
+def test_the_root_has_no_name(name: str) -> None:
+    assert _name_output(Path(name), 4) == Path("/video-4x.mp4")
 
 
 @pytest.mark.slow

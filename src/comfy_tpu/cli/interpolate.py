@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from comfy_tpu.cli import options
 from comfy_tpu.cli.device_start import start_devices
 from comfy_tpu.cli.terminal import print_paths
+from comfy_tpu.config import GenerationSettings, Interpolation
 from comfy_tpu.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="frames per second at which VIDEO is read (default: its own, as a whole number)",
     )
-    options.add_video_output(parser, "VIDEO with -2x before its suffix, in .mp4")
+    options.add_video_output(parser, "clip-2x.mp4 beside clip.mp4; clip-2x-1.mp4 and so on if it is taken")
     options.add_report(parser)
     options.add_machine(parser)
 
@@ -52,7 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
     from comfy_tpu.config import CacheConfig
     from comfy_tpu.pipeline import media
     from comfy_tpu.pipeline.interpolation import Interpolator, check_interpolation, read_interpolation
-    from comfy_tpu.pipeline.path_conflicts import check_conflicts
     from comfy_tpu.pipeline.sound_files import read_sound
     from comfy_tpu.pipeline.video_files import open_video
 
@@ -61,11 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     source = open_video(arguments.video, "video")
     fps = _choose_fps(source, arguments.video, arguments.fps)
     check_interpolation(chosen, makes_images=False, fps=fps, fps_max=_FPS_MAX)
-    own = arguments.video.with_name(f"{arguments.video.stem}-{chosen.factor}x.mp4")
-    (path,) = media.check_output(arguments.output or own)
-    outputs = [("output", path), *([("contact_sheet", arguments.contact_sheet)] if arguments.contact_sheet else [])]
-    check_conflicts(outputs, [arguments.video, chosen.model])
     count = source.count(fps)
+    frames = (count - 1) * chosen.factor + 1
+    path = _check_outputs(arguments, chosen, source.size, frames)
     sound = read_sound(arguments.video, "video", begin=source.begin, seconds=count / fps)
     start_devices(arguments.platform)
     interpolator = Interpolator(chosen, arguments.platform, CacheConfig(directory=arguments.cache_dir))
@@ -78,11 +76,33 @@ def run(arguments: argparse.Namespace) -> int:
         sound=None if sound is None else sound.fitted(count / fps),
     )
     if arguments.json:
-        frames = (count - 1) * chosen.factor + 1
         print(json.dumps({"schema": 1, "outputs": [str(path)], "frames": frames, "fps": fps * chosen.factor}))
     else:
         print_paths([path])
     return 0
+
+
+def _check_outputs(arguments: argparse.Namespace, chosen: Interpolation, size: tuple[int, int], frames: int) -> Path:
+    """The path of the video. Raises InvalidValueError for what could not be written, before a frame is made."""
+    from comfy_tpu.pipeline import media
+    from comfy_tpu.pipeline.path_conflicts import check_conflicts
+
+    output, sheet = arguments.output, arguments.contact_sheet
+    if output is None:
+        output = media.free_output(_name_output(arguments.video, chosen.factor), 1)
+    width, height = size
+    (path,) = media.check_output(output, GenerationSettings(height=height, width=width, num_frames=frames))
+    if sheet is not None:
+        media.check_contact_sheet(sheet)
+    outputs = [("output", path), *([] if sheet is None else [("contact_sheet", sheet)])]
+    check_conflicts(outputs, [arguments.video, chosen.model])
+    return path
+
+
+def _name_output(video: Path, factor: int) -> Path:
+    """clip-2x.mp4 beside clip.mp4; of a directory such as `.` by the name that it has elsewhere."""
+    named = video.resolve() if video.name in ("", "..") else video
+    return named.parent / f"{named.stem or 'video'}-{factor}x.mp4"
 
 
 def _choose_fps(source: VideoSource, path: Path, chosen: int | str | None) -> int:

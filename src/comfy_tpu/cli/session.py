@@ -337,9 +337,7 @@ def check_video_output(arguments: argparse.Namespace, num_videos: int = 1) -> No
         return
     paths = () if arguments.output is None else media.check_output(arguments.output)
     if arguments.contact_sheet is not None:
-        if arguments.contact_sheet.suffix != ".png":
-            raise InvalidValueError(f"--contact-sheet {arguments.contact_sheet} is an image; give it a name in .png")
-        atomic.check_place(arguments.contact_sheet, field="contact_sheet")
+        media.check_contact_sheet(arguments.contact_sheet)
     if num_videos == 1:  # several have other names
         check_conflicts(_output_fields(arguments, paths), options.list_input_files(arguments))
 

@@ -101,6 +101,13 @@ def check_output(output: str | Path, settings: GenerationSettings | None = None)
     return paths
 
 
+def check_contact_sheet(path: Path) -> None:
+    """Raises InvalidValueError if a contact sheet could not be written. Writes nothing."""
+    if path.suffix != ".png":
+        raise InvalidValueError(f"contact_sheet={path} is an image; give it a name in .png", field="contact_sheet")
+    atomic.check_place(path, field="contact_sheet")
+
+
 @contextlib.contextmanager
 def open_writer(
     output: str | Path, *, fps: int, metadata: Mapping[str, str], sound: Waveform | None = None
