@@ -271,6 +271,13 @@ def test_the_root_has_no_name(name: str) -> None:
     assert _name_output(Path(name), 4) == Path("/video-4x.mp4")
 
 
+@pytest.mark.parametrize("flag", ["--mesh", "--dtype", "--quantize"])
+def test_options_that_change_nothing_are_not_taken(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["interpolate", "clip.mp4", "--model", "rife.safetensors", flag, "auto"])
+    assert f"unrecognized arguments: {flag} auto" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_generate_and_jobs(tmp_path: Path) -> None:
     save_file(small.make_tensors(), tmp_path / "rife.safetensors")

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     options.add_video_output(parser, "clip-2x.mp4 beside clip.mp4; clip-2x-1.mp4 and so on if it is taken")
     options.add_report(parser)
-    options.add_machine(parser)
+    options.add_single_device(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -362,17 +362,32 @@ def add_loras(parser: argparse.ArgumentParser, kind: Callable[[str], Any] = pars
 def add_machine(parser: argparse.ArgumentParser, title: str = "machine") -> argparse._ArgumentGroup:
     group = parser.add_argument_group(title)
     group.add_argument("--mesh", default="auto", help="auto, or sizes such as dp=2,tp=4")
-    group.add_argument("--platform", default="auto", help="auto, tpu, gpu or cpu")
+    _add_platform(group)
     group.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
     group.add_argument(
         "--quantize",
         help="fp8 (H100 and newer, TPU v7x) or int8 (TPU v5e, v6e): faster, and not quite the same video; none: "
         "neither, also with --fast",
     )
+    _add_cache_dir(group)
+    return group
+
+
+def add_single_device(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `add_machine` that a network on one device has, in its own precision."""
+    group = parser.add_argument_group("machine")
+    _add_platform(group)
+    _add_cache_dir(group)
+
+
+def _add_platform(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--platform", default="auto", help="auto, tpu, gpu or cpu")
+
+
+def _add_cache_dir(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cache-dir", type=path_parser("--cache-dir"), metavar="DIR", help="where compiled programs are kept"
     )
-    return group
 
 
 def add_vae_backend(parser: argparse.ArgumentParser) -> None:
