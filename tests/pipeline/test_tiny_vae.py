@@ -8,11 +8,13 @@ import pytest
 import torch
 from PIL import Image
 
+from comfy_tpu.cli.main import main
 from comfy_tpu.cli.preview_file import PreviewFile
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.config import ResidencyConfig, RuntimeConfig
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError
 from comfy_tpu.pipeline import video
+from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY, ModelFiles
 from comfy_tpu.pipeline.preview_images import ColourPreviews
 from comfy_tpu.pipeline.progress import Progress
@@ -70,6 +72,22 @@ def test_without_a_decoder_previews_are_colours(tmp_path: Path) -> None:
     pipeline.__dict__.pop("previews")
     with pytest.raises(InvalidValueError, match="preview needs a tiny decoder, because demo has no preview.json"):
         PreviewFile(tmp_path / "p.gif", pipeline)
+
+
+@pytest.mark.parametrize(("flags", "milliseconds"), [([], 500), (["--fps", "16"], 250)])
+def test_previews_are_as_fast_as_the_video(
+    flags: list[str], milliseconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denoise(self: VideoPipeline, *given: Any, **more: Any) -> torch.Tensor:
+        self.on_progress(Progress("denoising", "", 1, 2, preview=lambda row=0: LATENTS[:1]))
+        raise InvalidValueError("the preview is written")
+
+    monkeypatch.setattr(VideoPipeline, "encode", lambda *given: PromptEmbeddings("", {}, None, ""))
+    monkeypatch.setattr(VideoPipeline, "denoise", denoise)
+    output = ["-o", str(tmp_path / "x.mp4"), "--preview", str(tmp_path / "p.gif")]
+    assert main(["generate", "a red circle", *output, *flags]) == 1
+    with Image.open(tmp_path / "p.gif") as image:
+        assert image.info["duration"] == milliseconds
 
 
 @pytest.mark.slow

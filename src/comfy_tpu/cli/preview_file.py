@@ -40,9 +40,9 @@ class PreviewFile:
             )
         self._path, self._previews = path, pipeline.previews
         self._format = _FORMATS[path.suffix.lower()]
-        card = pipeline.family.card
-        self._seconds = card.temporal_scale / pipeline.defaults.fps
-        """Between two latents."""
+        self._temporal_scale = pipeline.family.card.temporal_scale
+        self.fps = pipeline.defaults.fps
+        """Those of the video. A run sets its own: a model is opened before its settings are known."""
 
     def __call__(self, progress: Progress) -> None:
         if progress.preview is None or not is_first_host():
@@ -55,7 +55,8 @@ class PreviewFile:
             self._write(images)
 
     def _write(self, images: Sequence[Image.Image]) -> None:
-        animation = {"save_all": True, "append_images": images[1:], "duration": self._seconds * 1000, "loop": 0}
+        milliseconds = 1000 * self._temporal_scale / self.fps  # between two latents
+        animation = {"save_all": True, "append_images": images[1:], "duration": milliseconds, "loop": 0}
         options = animation if len(images) > 1 else {}
         with atomic.replacing(self._path) as partial, atomic.write_errors(self._path):
             images[0].save(partial, self._format, **options)

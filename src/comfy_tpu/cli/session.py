@@ -55,10 +55,17 @@ from comfy_tpu.terminal_text import excerpt
 
 
 class Session:
-    def __init__(self, arguments: argparse.Namespace, pipeline: video.VideoPipeline, display: Display) -> None:
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        pipeline: video.VideoPipeline,
+        display: Display,
+        preview: PreviewFile | None = None,
+    ) -> None:
         self.arguments = arguments
         self.pipeline = pipeline
         self.display = display
+        self._preview = preview
         self.loras: str = pipeline.loras.text
         """The LoRAs of the latents, as JSON in artifacts."""
         self.attention_window = pipeline.attention_window
@@ -102,6 +109,8 @@ class Session:
         settings = self.pipeline.settings(**{**known, **said})
         if hasattr(self.arguments, "lora"):
             self.pipeline.warn_of_preset(settings)
+        if self._preview is not None:
+            self._preview.fps = settings.fps
         return self.pipeline.settle_context(settings, getattr(self.arguments, "image", ()))
 
     def set_media(self, given: GivenMedia) -> None:
@@ -283,7 +292,7 @@ def open_session(
     path = getattr(arguments, "preview", None)
     check_preview(path)
     with Display() as display, Profile(getattr(arguments, "profile", None)) as profile:
-        previews: list[PreviewFile] = []
+        previews: list[PreviewFile] = []  # at most one
 
         def on_progress(progress: Progress) -> None:
             profile(progress)
@@ -307,7 +316,7 @@ def open_session(
             print_message(summarize(lora, pipeline.preset.presets))
         if host_names():
             _check_hosts(pipeline)
-        yield Session(arguments, pipeline, display)
+        yield Session(arguments, pipeline, display, *previews)
 
 
 def read_interpolation(arguments: argparse.Namespace) -> Interpolation | None:
