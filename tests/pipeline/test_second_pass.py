@@ -112,6 +112,13 @@ def test_resized_latents(by: str) -> None:
         ),
         (
             "Wan 2.1",
+            {"scale": 1.005},
+            "upscale",
+            "upscale=1.005 of 1280×720 is 1280×720 again, because sides are multiples of 16; use a larger factor, such "
+            r"as 1\.012$",
+        ),
+        (
+            "Wan 2.1",
             {"scale": 1.5, "by": "ai"},
             "upscale_by",
             "upscale_by='ai' is unknown; choose from latent, latent-",
@@ -127,6 +134,17 @@ def test_refused(model: str, chosen: dict[str, Any], field: str, message: str) -
     with pytest.raises(InvalidValueError, match=message) as caught:
         second_pass.check_second_pass(card, "x", card.defaults, SecondPass(**chosen))
     assert caught.value.field == field
+
+
+def test_the_factor_that_is_named_instead_makes_one_side_larger() -> None:
+    """At every size, of which the smallest have the coarsest steps."""
+    card = CARDS["Wan 2.1"]
+    for side in range(16, 1025, 16):
+        first = dataclasses.replace(card.defaults, height=side, width=side)
+        with pytest.raises(InvalidValueError, match="again") as caught:
+            second_pass.upscaled_settings(card, "x", first, 1.0001, "latent")
+        factor = float(str(caught.value).rpartition(" ")[2])
+        assert second_pass.upscaled_settings(card, "x", first, factor, "latent").width == side + 16
 
 
 def test_values_of_a_command_line() -> None:
@@ -152,6 +170,8 @@ def test_upscale_is_a_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "is there already" in capsys.readouterr().err
     assert main(["upscale", str(path), "--scale", "2"]) == 0
     assert "is there already" not in capsys.readouterr().err
+    assert main(["upscale", str(path), "--scale", "1.1"]) == 1
+    assert "--scale 1.1 of 48×32 is 48×32 again, because sides are multiples of 16" in capsys.readouterr().err
     assert main(["upscale", str(path), "--scale", "0"]) == 1
     assert "--scale 0.0 is not a number over 1, up to 8" in capsys.readouterr().err
 

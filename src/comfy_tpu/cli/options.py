@@ -533,7 +533,7 @@ def add_second_pass(parser: argparse.ArgumentParser) -> None:
         "--upscale-steps",
         type=number_parser(int),
         metavar="N",
-        help="steps of which that share is run (default: as many as --steps)",
+        help="steps of which that share is run; 0: as many as --steps (0)",
     )
 
 

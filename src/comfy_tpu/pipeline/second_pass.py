@@ -70,6 +70,13 @@ def upscaled_settings(
         )
     height, width = (_scale_side(side, scale, card.limits) for side in (first.height, first.width))
     larger = dataclasses.replace(first, height=height, width=width)
+    if (height, width) == (first.height, first.width):
+        step = card.limits.size_multiple
+        raise InvalidValueError(
+            f"upscale={scale:g} of {width}×{height} is {width}×{height} again, because sides are multiples of {step}; "
+            f"use a larger factor, such as {1 + step / max(height, width):.4g}",
+            field="upscale",
+        )
     try:
         check_settings(larger, card.limits)
     except InvalidValueError as error:
