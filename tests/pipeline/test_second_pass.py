@@ -4,6 +4,9 @@ loaded."""
 import dataclasses
 import functools
 import json
+import types
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,14 @@ import torch.nn.functional as F
 from PIL import Image
 
 from comfy_tpu.cli.main import main
-from comfy_tpu.config import RuntimeConfig, SecondPass
+from comfy_tpu.config import GenerationSettings, RuntimeConfig, SecondPass
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.registry import model_cards
 from comfy_tpu.pipeline import artifacts, media, second_pass
 from comfy_tpu.pipeline.given_media import GivenMedia
 from comfy_tpu.pipeline.initial import INITIAL, STRENGTH
 from comfy_tpu.pipeline.video import VideoPipeline
-from comfy_tpu.pipeline.video_files import Frames
+from comfy_tpu.pipeline.video_files import Frames, VideoSource
 from tests.families import small_flux
 from tests.jobs.test_previews import run_jobs
 
@@ -58,6 +61,40 @@ def test_latents_by_hand() -> None:
     swapped = {**shared, INITIAL: shared[INITIAL].flip(0)}
     other = pipeline.denoise(dataclasses.replace(embeddings, shared=swapped), larger)
     assert not torch.allclose(made, other, atol=0.1), "each video has its own start"
+
+
+def test_pixels_are_held_as_bytes_and_resized_one_by_one() -> None:
+    """No more than one part of what is decoded is there at a time."""
+    card, parts, latents = CARDS["Wan 2.1"], torch.rand(3, 2, 4, 32, 48, 3), torch.zeros(1)
+    held: list[weakref.ref[torch.Tensor]] = []
+    seen: list[VideoSource] = []
+
+    def decode(*given: Any) -> Iterator[torch.Tensor]:
+        for number in range(3):
+            assert sum(part() is not None for part in held) <= 1
+            part = parts[number].clone()
+            held.append(weakref.ref(part))
+            yield part
+            del part
+
+    def encode(given: GivenMedia, settings: GenerationSettings) -> dict[str, torch.Tensor]:
+        seen.append(given.videos["video"])
+        assert settings.num_videos == 1
+        return {INITIAL: latents}
+
+    pipeline: Any = types.SimpleNamespace(decode=decode, encode_media=encode, family=types.SimpleNamespace(card=card))
+    first = dataclasses.replace(card.defaults, height=32, width=48, num_frames=12, num_videos=2)
+    larger = dataclasses.replace(first, height=64, width=96)
+    assert len(second_pass.upscale_latents(pipeline, latents, first, larger, "pixels")) == 2
+    for row, source in enumerate(seen):
+        assert isinstance(source, Frames)
+        assert (source.array.dtype, source.array.shape) == (np.uint8, (12, 32, 48, 3))
+        assert (source.size, source.count(16)) == ((96, 64), 12)
+        assert source.digest() != Frames(source.array).digest()
+        decoded = torch.cat(list(parts), dim=1)[row].mul(255).round().byte().numpy()
+        for made, given in zip(source.frames(16), decoded, strict=True):
+            expected = Image.fromarray(given).resize((96, 64), Image.Resampling.LANCZOS)
+            assert np.array_equal(np.asarray(made), np.asarray(expected))
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -94,7 +95,13 @@ def crop_to_frame(image: Image.Image, settings: GenerationSettings) -> Image.Ima
 
 def as_image(frame: torch.Tensor) -> Image.Image:
     """An image of a decoded frame, [height, width, 3] in 0..1."""
-    return Image.fromarray(frame.clamp(0, 1).mul(255).round().byte().numpy())
+    return Image.fromarray(as_bytes(frame))
+
+
+def as_bytes(frames: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Decoded frames in 0..1, of any shape, in a quarter of their memory."""
+    made: npt.NDArray[np.uint8] = frames.clamp(0, 1).mul(255).round().byte().numpy()
+    return made
 
 
 def as_values(processor: Any, images: Sequence[Image.Image]) -> torch.Tensor:
