@@ -160,10 +160,13 @@ def test_the_table_fits_a_reader(home, capsys):
     )
 
 
-def test_a_full_disk_is_marked(home, capsys, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, 10**9))
-    assert "29 GB !" in run(capsys, "models", "1.3B")[1]
-    assert documents(capsys, "1.3B")[HUB_ID]["fits_on_disk"] is False
+def test_a_full_disk_is_marked_by_the_rule_of_download(home, capsys, monkeypatch):
+    size = documents(capsys, "T2V-1.3B")[HUB_ID]["download_bytes"]
+    for free, fits in ((10**9, False), (size + 10**9 - 1, False), (size + 10**9, True)):
+        usage = shutil._ntuple_diskusage(10**12, 0, free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        assert ("29 GB !" in run(capsys, "models", "T2V-1.3B")[1]) is not fits
+        assert documents(capsys, "T2V-1.3B")[HUB_ID]["fits_on_disk"] is fits
 
 
 def test_what_fits_is_said_by_the_formulas_of_the_plan(home, capsys):

@@ -25,7 +25,7 @@ from comfy_tpu.cli.terminal import print_message, print_text
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import ImageInput, ModelCard
 from comfy_tpu.families.presets import describe_settings
-from comfy_tpu.hub.disk import find_disk
+from comfy_tpu.hub.disk import find_disk, has_room
 from comfy_tpu.hub.inventory import TASKS, KnownModel, list_models
 from comfy_tpu.hub.sizes import format_bytes, read_parameters
 
@@ -165,7 +165,7 @@ def _fits_on_disk(model: KnownModel, free: int) -> bool | None:
     if model.download_bytes is None:
         return None
     here = 0 if model.local is None else model.local.nbytes
-    return model.download_bytes - here <= free
+    return has_room(free, model.download_bytes - here)
 
 
 def _table(
