@@ -170,6 +170,15 @@ def test_a_full_disk_is_marked_by_the_rule_of_download(home, capsys, monkeypatch
 
 
 def test_what_fits_is_said_by_the_formulas_of_the_plan(home, capsys):
+def test_presets_are_shown_once_for_every_kind_and_for_every_model_with_its_own(home, capsys):
+    lines = run(capsys, "models", "--presets")[1].rpartition("\n\n")[2].splitlines()
+    shown = [line.partition(":")[0] for line in lines]
+    of_kinds = {f"{card.name}, {name}" for card in model_cards() if card.published for name in card.presets}
+    assert set(shown) == of_kinds | {"demo, 4step"}
+    assert {"Wan 2.1, causvid", "Wan 2.1 image-to-video, causvid"} <= set(shown)
+    assert len(shown) == len(set(shown))
+
+
     status, out, _ = run(capsys, "models", "T2V-1.3B", "--fits", "v6e-8", "--json")
     assert status == 0
     document = json.loads(out)

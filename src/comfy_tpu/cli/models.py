@@ -237,14 +237,13 @@ def _notes(cache: Path, machine: Machine | None) -> list[str]:
 
 
 def _preset_lines(models: Sequence[KnownModel]) -> list[str]:
-    by_kind: dict[str, ModelCard | KnownModel] = {}
+    """Those of a kind once, by the name of the kind; those that a model directory brings by the model's own name."""
+    by_owner = {
+        model.card.name if model.presets is model.card.presets else model.name: model.presets for model in models
+    }
     lines = []
-    for model in models:
-        if model.card.name in by_kind and model.presets is model.card.presets:
-            continue
-        by_kind[model.card.name] = model
-        whose = model.card.name if model.presets is model.card.presets else model.name
-        for name, preset in model.presets.items():
+    for whose, presets in by_owner.items():
+        for name, preset in presets.items():
             sources = f" ({', '.join(preset.sources)})" if preset.sources else ""
             lines.append(f"{whose}, {name}: {describe_settings(preset.settings)}{sources}")
     return lines
