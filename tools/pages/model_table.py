@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from comfy_tpu.families.card import FamilyCard, ModelCard
+from comfy_tpu.families.card import FamilyCard, ImageInput, ModelCard, VideoInput
 from comfy_tpu.hub.sizes import read_parameters
 from tools.pages.parameters import format_size
 from tools.pages.sources import Json, PageError
@@ -25,7 +25,7 @@ def model_table(cards: Iterable[FamilyCard], texts: Json) -> str:
                 cells.append(
                     "<br>".join(format_size(parameters[id]) if id in parameters else "" for id in model.published)
                 )
-                cells += [_defaults(model, words), _images(model, words), _guidance(model, words)]
+                cells += [_defaults(model, words), _given(model, words), _guidance(model, words)]
                 lines.append(_row([*cells, words["nodes"].format(key=nodes.key)]))
     return "\n".join(lines)
 
@@ -50,11 +50,28 @@ def _defaults(model: ModelCard, words: Json) -> str:
     return str(wording.format(size=size, frames=own.num_frames, steps=own.num_inference_steps))
 
 
-def _images(model: ModelCard, words: Json) -> str:
-    image, kinds = model.image, words["images"]
-    if image is None:
-        return str(kinds["none"])
+def _given(model: ModelCard, words: Json) -> str:
+    """The images and videos that a model takes."""
+    kinds = words["images"]
+    taken = [] if model.image is None else [_images(model.image, bool(model.videos), kinds)]
+    if model.max_references:
+        taken.append(kinds["reference"].format(max_images=model.max_references))
+    for wording, required in (("videos_required", True), ("videos", False)):
+        videos = [_video(video, words) for video in model.videos if video.required == required]
+        if videos:
+            taken.append(words[wording].format(list=words["and"].join(videos)))
+    return "<br>".join(taken) or str(kinds["none"])
+
+
+def _video(video: VideoInput, words: Json) -> str:
+    names = words["video_names"]
+    return str(names["initial"] if video.role == "initial" else names[video.name])
+
+
+def _images(image: ImageInput, is_beside_videos: bool, kinds: Json) -> str:
     if image.role == "reference" and image.required:
+        if is_beside_videos:
+            return str(kinds["reference_beside_videos"])
         return str(kinds["references_required" if image.max_images > 1 else "reference_required"]).format(
             max_images=image.max_images
         )
@@ -62,7 +79,9 @@ def _images(model: ModelCard, words: Json) -> str:
         return str(kinds[image.role].format(max_images=image.max_images))
     if image.last_image == "no":
         return str(kinds["first_frame_required" if image.required else "first_frame"])
-    return str(kinds["first_and_last_frame_required" if image.last_image == "required" else "first_and_last_frame"])
+    if image.last_image == "required":
+        return str(kinds["first_and_last_frame_required"])
+    return str(kinds["first_and_last_frame" if image.required else "first_and_last_frame_optional"])
 
 
 def _guidance(model: ModelCard, words: Json) -> str:
