@@ -135,6 +135,12 @@ def test_the_table_says_what_a_model_takes_beside_the_prompt(english):
     assert given["HunyuanVideo-1.5"] == "—"
 
 
+def test_a_length_that_may_be_any_has_no_step(nodes):
+    pages = dict(generated_files(ROOT, built_in_cards(), nodes))
+    assert not [name for name, text in pages.items() if re.search(r"\b1n\+1", text)]
+    assert "17–121, 4n+1 (default 81)" in pages["web/docs/Wan21TPUSampler/en.md"]
+
+
 def test_sizes():
     assert format_size({"transformer": 14_288_491_584, "text_encoder": 5_680_910_336, "vae": 126_892_531}) == "40 GB"
     assert format_size({"transformer": 1_900_000_000}) == "3.8 GB"
