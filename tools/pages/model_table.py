@@ -17,7 +17,7 @@ END = "<!-- end of models -->"
 def model_table(cards: Iterable[FamilyCard], texts: Json) -> str:
     """`texts`: locales/<language>/help.json."""
     words, parameters = texts["tables"], read_parameters()
-    lines = [_row(words["columns"]), _row("---" for _ in words["columns"]).replace(" ", "")]
+    lines = [format_row(words["columns"]), format_row("---" for _ in words["columns"]).replace(" ", "")]
     for card in cards:
         for nodes in card.node_sets:
             for model in nodes.models:
@@ -26,20 +26,25 @@ def model_table(cards: Iterable[FamilyCard], texts: Json) -> str:
                     "<br>".join(format_size(parameters[id]) if id in parameters else "" for id in model.published)
                 )
                 cells += [_defaults(model, words), _given(model, words), _guidance(model, words)]
-                lines.append(_row([*cells, words["nodes"].format(key=nodes.key)]))
+                lines.append(format_row([*cells, words["nodes"].format(key=nodes.key)]))
     return "\n".join(lines)
 
 
 def replace_table(page: str, name: str, table: str) -> str:
     """The page with the table between its markers. `name`: the page's path, for the error."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    return replace_between(page, name, table, BEGIN, END)
+
+
+def replace_between(page: str, name: str, table: str, first: str, last: str) -> str:
+    """The page with the table between these two lines."""
+    before, begin, rest = page.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise PageError(f"{name} has no lines {BEGIN} and {END}; put them where the table of models belongs")
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+        raise PageError(f"{name} has no lines {first} and {last}; put them where the table belongs")
+    return f"{before}{first}\n\n{table}\n\n{last}{after}"
 
 
-def _row(cells: Iterable[str]) -> str:
+def format_row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
