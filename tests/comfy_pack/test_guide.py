@@ -7,6 +7,7 @@ import pytest
 from comfy_tpu.families.registry import family_cards
 from tests.comfy_pack.loading import ROOT, load_pack
 from tools.pages.facts import KINDS
+from tools.pages.node_record import read_record
 from tools.pages.range_table import BEGIN
 
 PAGES = ("docs/comfyui.md", "docs/comfyui.zh-CN.md")
@@ -18,7 +19,9 @@ NOT_WRITTEN_OUT = {"model_id", "base_model", "preset"}
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
-    return load_pack(tmp_path_factory.mktemp("models"))["nodes"]
+    """Without those of an installed family, which is described elsewhere."""
+    found = load_pack(tmp_path_factory.mktemp("models"))["nodes"]
+    return {node_id: found[node_id] for node_id in read_record(ROOT)}
 
 
 def sections(name):
