@@ -118,6 +118,29 @@ def test_the_table_has_the_size_of_every_published_model(english):
         assert f"| {sizes} |" in next(line for line in table.splitlines() if f"| {model.name} |" in line)
 
 
+def test_the_table_says_what_a_model_takes_beside_the_prompt(english):
+    """Also the videos and the references of models that have their own frames."""
+    header, _, *lines = model_table(built_in_cards(), english).splitlines()
+    assert " | images and videos | " in header
+    rows = [line.split(" | ") for line in lines]
+    given = {cells[0].removeprefix("| "): cells[4] for cells in rows}
+    assert given["Wan 2.1"] == "a video to start from, optional"
+    assert given["Wan 2.1 VACE"] == (
+        "first and last frame, both optional<br>up to 4 references<br>a control video and a mask, optional"
+    )
+    assert given["Wan 2.2 Animate"] == (
+        "one reference image<br>a pose video and a face video<br>a background video and a mask, optional"
+    )
+    assert given["Qwen-Image-Edit"] == "the image to edit"
+    assert given["HunyuanVideo-1.5"] == "—"
+
+
+def test_a_length_that_may_be_any_has_no_step(nodes):
+    pages = dict(generated_files(ROOT, built_in_cards(), nodes))
+    assert not [name for name, text in pages.items() if re.search(r"\b1n\+1", text)]
+    assert "17–121, 4n+1 (default 81)" in pages["web/docs/Wan21TPUSampler/en.md"]
+
+
 def test_sizes():
     assert format_size({"transformer": 14_288_491_584, "text_encoder": 5_680_910_336, "vae": 126_892_531}) == "40 GB"
     assert format_size({"transformer": 1_900_000_000}) == "3.8 GB"

@@ -68,7 +68,7 @@ def test_every_published_model_is_listed_with_its_facts(home, capsys):
     wan = found[HUB_ID]
     assert (wan["kind"], wan["licence"], wan["local"]) == ("Wan 2.1", "Apache 2.0", None)
     assert 28e9 < wan["download_bytes"] < 30e9
-    assert wan["tasks"] == ["text-to-video"]
+    assert wan["tasks"] == ["text-to-video", "video-to-video"]
     assert wan["presets"]["4step"]["num_inference_steps"] == 4
     assert found["Wan-AI/Wan2.2-TI2V-5B-Diffusers"]["tasks"] == ["text-to-video", "image-to-video"]
     assert all(model["licence"] and model["download_bytes"] is not None for model in found.values())
@@ -76,10 +76,18 @@ def test_every_published_model_is_listed_with_its_facts(home, capsys):
     assert silent == {"linoyts/Wan2.2-VACE-Fun-14B-diffusers"}, "whose card.py says why"
     for name in ("Wan-AI/Wan2.1-VACE-1.3B-diffusers", "Wan-AI/Wan2.2-Animate-14B-Diffusers"):
         assert found[name]["licence"] == "Apache 2.0"
-    assert {model["images"] for name, model in found.items() if "VACE" in name or "Animate" in name} == {
-        "first and last frame, both optional",
-        "one reference",
-    }
+    assert found[HUB_ID]["videos"] == "to start from, optional"
+    vace, animate = found["Wan-AI/Wan2.1-VACE-1.3B-diffusers"], found["Wan-AI/Wan2.2-Animate-14B-Diffusers"]
+    assert vace["images"] == "first and last frame, both optional; up to 4 references"
+    assert vace["videos"] == "control video and mask, optional"
+    assert vace["tasks"] == ["text-to-video", "image-to-video", "video-to-video"]
+    assert animate["images"] == "one reference"
+    assert animate["videos"] == "pose video and face video; background video and mask, optional"
+    assert animate["tasks"] == ["image-to-video", "video-to-video"]
+    assert found["Qwen/Qwen-Image-Edit-2511"]["images"] == "1 to 4 references"
+    assert found["black-forest-labs/FLUX.1-dev"]["images"] == "to start from, optional"
+    assert found["black-forest-labs/FLUX.2-dev"]["images"] == "up to 4 references"
+    assert found["Qwen/Qwen-Image-Edit-2511"]["videos"] == ""
     assert found["demo"]["local"]["is_complete"]
     assert found["demo"]["presets"]["4step"]["flow_shift"] == 3.0
     assert found["demo-image"]["presets"] == {}
@@ -94,6 +102,9 @@ def test_filters(home, capsys):
         "image" in task for model in documents(capsys, "--task", "text-to-image").values() for task in model["tasks"]
     )
     assert set(documents(capsys, "--downloaded")) == {"demo", "demo-image"}
+    changed = documents(capsys, "--task", "video-to-video")
+    assert {name for name, model in changed.items() if model["videos"]} == set(changed)
+    assert {model["kind"] for model in changed.values()} == {card.name for card in model_cards() if card.videos}
     assert run(capsys, "models", "flux", "nosuchmodel") == (
         1,
         "",
@@ -102,8 +113,8 @@ def test_filters(home, capsys):
     assert run(capsys, "models", "--task", "text-to-speech") == (
         1,
         "",
-        "comfy-tpu: --task text-to-speech is unknown; choose from text-to-video, image-to-video, text-to-image, "
-        "image-to-image\n",
+        "comfy-tpu: --task text-to-speech is unknown; choose from text-to-video, image-to-video, video-to-video, "
+        "text-to-image, image-to-image\n",
     )
     assert (
         run(capsys, "models", "--directory", "gone")[2] == "comfy-tpu: --directory gone is not a directory; give one\n"
@@ -149,7 +160,7 @@ def test_the_table_fits_a_reader(home, capsys):
     status, out, _ = run(capsys, "models", "wan2.2", "--presets")
     assert status == 0
     header, first, *_ = out.splitlines()
-    assert header.split() == ["model", "kind", "download", "here", "licence", "images", "presets"]
+    assert header.split() == ["model", "kind", "download", "here", "licence", "images", "videos", "presets"]
     assert first.split()[0] == "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
     assert "4step, 8step" in first
     assert f"Downloads go to {home / 'hub'}; its disk" in out
@@ -160,10 +171,22 @@ def test_the_table_fits_a_reader(home, capsys):
     )
 
 
-def test_a_full_disk_is_marked(home, capsys, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, 10**9))
-    assert "29 GB !" in run(capsys, "models", "1.3B")[1]
-    assert documents(capsys, "1.3B")[HUB_ID]["fits_on_disk"] is False
+def test_presets_are_shown_once_for_every_kind_and_for_every_model_with_its_own(home, capsys):
+    lines = run(capsys, "models", "--presets")[1].rpartition("\n\n")[2].splitlines()
+    shown = [line.partition(":")[0] for line in lines]
+    of_kinds = {f"{card.name}, {name}" for card in model_cards() if card.published for name in card.presets}
+    assert set(shown) == of_kinds | {"demo, 4step"}
+    assert {"Wan 2.1, causvid", "Wan 2.1 image-to-video, causvid"} <= set(shown)
+    assert len(shown) == len(set(shown))
+
+
+def test_a_full_disk_is_marked_by_the_rule_of_download(home, capsys, monkeypatch):
+    size = documents(capsys, "T2V-1.3B")[HUB_ID]["download_bytes"]
+    for free, fits in ((10**9, False), (size + 10**9 - 1, False), (size + 10**9, True)):
+        usage = shutil._ntuple_diskusage(10**12, 0, free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        assert ("29 GB !" in run(capsys, "models", "T2V-1.3B")[1]) is not fits
+        assert documents(capsys, "T2V-1.3B")[HUB_ID]["fits_on_disk"] is fits
 
 
 def test_what_fits_is_said_by_the_formulas_of_the_plan(home, capsys):

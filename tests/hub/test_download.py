@@ -141,7 +141,7 @@ def test_a_file_of_another_size_than_announced_is_refused(hub, tmp_path):
 
 
 def test_room_is_looked_for_before_weights_come(hub, tmp_path, monkeypatch):
-    free = 100_000 + download.RESERVE_BYTES
+    free = 100_000 + disk.RESERVE_BYTES
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, free))
     with pytest.raises(InvalidValueError, match="set HF_HOME to a directory on a larger disk, or give one with") as met:
         download_model(MODEL)

@@ -55,7 +55,8 @@ def test_the_settings_of_the_preset_are_planned(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["demo", "--preset", "9step"], "--preset 9step is unknown for model demo; choose from 4step, or auto"),
+        (["demo", "--preset", "9step"], "--preset 9step is unknown for model demo; choose from 4step\n"),
+        (["demo", "--preset", "auto"], "--preset auto is unknown for model demo; choose from 4step\n"),
         (["demo-image", "--preset", "4step"], "--preset 4step is given, but model demo-image has no presets"),
         (["Lightricks/LTX-Video", "--preset", "4step"], "model Lightricks/LTX-Video has no presets; leave it out"),
     ],

@@ -144,7 +144,7 @@ LATENTS = torch.zeros(1, 16, 1, 8, 8)
         ({}, {"settings": pack_settings(GenerationSettings(num_inference_steps=2, height=7))}, "height"),
         ({}, {"lora": '[{"name": "x", "strength": 1, "noise": "all", "sha256": ""}]'}, "not offered here"),
         ({}, {"lora": '{"name": "x"}'}, "no list"),
-        ({}, {"preset": "9step"}, "preset=9step is unknown for model demo; choose from 4step, or auto"),
+        ({}, {"preset": "9step"}, "preset=9step is unknown for model demo; choose from 4step"),
         ({}, {"ranges": "[1]"}, "ranges"),
         ({}, {"ranges": '{"positive": [[0, 2]]}'}, "ranges"),
     ],
@@ -157,6 +157,13 @@ def test_inputs_that_the_model_cannot_read(
     assert (answer.status_code, reason in answer.json()["error"]["message"]) == (400, True), answer.text
     assert service.ledger.counts().total == 0
     assert list(service.inputs.iterdir()) == []
+
+
+def test_a_stage_has_no_auto_to_choose_as_its_preset(shared: Served) -> None:
+    """The client finds it out from the LoRAs, and names the preset."""
+    answer = denoise(shared[0], text(), preset="auto")
+    sentence = "preset=auto is unknown for model demo; choose from 4step"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, sentence)
 
 
 @pytest.mark.parametrize(

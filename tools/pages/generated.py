@@ -12,6 +12,7 @@ from tools.pages.facts import KINDS, Facts
 from tools.pages.help_page import help_page
 from tools.pages.model_table import model_table, replace_table
 from tools.pages.node_record import PATH, extended_record
+from tools.pages.range_table import range_table, replace_ranges
 from tools.pages.sources import LANGUAGES, Json, read_templates, read_texts
 from tools.pages.version_row import replace_versions
 
@@ -22,6 +23,7 @@ TABLES = {
 
 
 README = {"en": "README.md", "zh": "README.zh-CN.md"}
+GUIDE = {"en": "docs/comfyui.md", "zh": "docs/comfyui.zh-CN.md"}
 
 
 def generated_files(
@@ -51,7 +53,11 @@ def generated_files(
         table = model_table(cards, texts)
         for name in TABLES[language]:
             page = replace_table((root / name).read_text(encoding="utf-8"), name, table)
-            yield name, replace_versions(page, name, texts) if name == README[language] else page
+            if name == README[language]:
+                page = replace_versions(page, name, texts)
+            if name == GUIDE[language]:
+                page = replace_ranges(page, name, range_table(cards, nodes, texts))
+            yield name, page
 
 
 def _belongs_to(node_id: str, keys: Collection[str]) -> bool:

@@ -76,10 +76,9 @@ class _HelpPage:
         if given["type"] in ("INT", "FLOAT"):
             most = "2⁶⁴−1" if given["max"] == 2**64 - 1 else f"{given['max']:g}"
             steps = ""
-            if given["id"] == "num_frames":
-                steps = self.form["frames"]
-            elif given["type"] == "INT" and given.get("step", 1) > 1:
-                steps = self.form["steps"].format(step=given["step"])
+            if given["type"] == "INT" and given.get("step", 1) > 1:
+                is_length = given["id"] == "num_frames"
+                steps = self.form["frames"] if is_length else self.form["steps"].format(step=given["step"])
             number = self.form["number"].format(
                 min=f"{given['min']:g}", max=most, steps=self.facts.fill(steps), default=given["default"]
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from comfy_tpu.families.card import FamilyCard, ModelCard
+from comfy_tpu.families.card import FamilyCard, ImageInput, ModelCard, VideoInput
 from comfy_tpu.hub.sizes import read_parameters
 from tools.pages.parameters import format_size
 from tools.pages.sources import Json, PageError
@@ -17,7 +17,7 @@ END = "<!-- end of models -->"
 def model_table(cards: Iterable[FamilyCard], texts: Json) -> str:
     """`texts`: locales/<language>/help.json."""
     words, parameters = texts["tables"], read_parameters()
-    lines = [_row(words["columns"]), _row("---" for _ in words["columns"]).replace(" ", "")]
+    lines = [format_row(words["columns"]), format_row("---" for _ in words["columns"]).replace(" ", "")]
     for card in cards:
         for nodes in card.node_sets:
             for model in nodes.models:
@@ -25,21 +25,26 @@ def model_table(cards: Iterable[FamilyCard], texts: Json) -> str:
                 cells.append(
                     "<br>".join(format_size(parameters[id]) if id in parameters else "" for id in model.published)
                 )
-                cells += [_defaults(model, words), _images(model, words), _guidance(model, words)]
-                lines.append(_row([*cells, words["nodes"].format(key=nodes.key)]))
+                cells += [_defaults(model, words), _given(model, words), _guidance(model, words)]
+                lines.append(format_row([*cells, words["nodes"].format(key=nodes.key)]))
     return "\n".join(lines)
 
 
 def replace_table(page: str, name: str, table: str) -> str:
     """The page with the table between its markers. `name`: the page's path, for the error."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    return replace_between(page, name, table, BEGIN, END)
+
+
+def replace_between(page: str, name: str, table: str, first: str, last: str) -> str:
+    """The page with the table between these two lines."""
+    before, begin, rest = page.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise PageError(f"{name} has no lines {BEGIN} and {END}; put them where the table of models belongs")
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+        raise PageError(f"{name} has no lines {first} and {last}; put them where the table belongs")
+    return f"{before}{first}\n\n{table}\n\n{last}{after}"
 
 
-def _row(cells: Iterable[str]) -> str:
+def format_row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
@@ -50,11 +55,28 @@ def _defaults(model: ModelCard, words: Json) -> str:
     return str(wording.format(size=size, frames=own.num_frames, steps=own.num_inference_steps))
 
 
-def _images(model: ModelCard, words: Json) -> str:
-    image, kinds = model.image, words["images"]
-    if image is None:
-        return str(kinds["none"])
+def _given(model: ModelCard, words: Json) -> str:
+    """The images and videos that a model takes."""
+    kinds = words["images"]
+    taken = [] if model.image is None else [_images(model.image, bool(model.videos), kinds)]
+    if model.max_references:
+        taken.append(kinds["reference"].format(max_images=model.max_references))
+    for wording, required in (("videos_required", True), ("videos", False)):
+        videos = [_video(video, words) for video in model.videos if video.required == required]
+        if videos:
+            taken.append(words[wording].format(list=words["and"].join(videos)))
+    return "<br>".join(taken) or str(kinds["none"])
+
+
+def _video(video: VideoInput, words: Json) -> str:
+    names = words["video_names"]
+    return str(names["initial"] if video.role == "initial" else names[video.name])
+
+
+def _images(image: ImageInput, is_beside_videos: bool, kinds: Json) -> str:
     if image.role == "reference" and image.required:
+        if is_beside_videos:
+            return str(kinds["reference_beside_videos"])
         return str(kinds["references_required" if image.max_images > 1 else "reference_required"]).format(
             max_images=image.max_images
         )
@@ -62,7 +84,9 @@ def _images(model: ModelCard, words: Json) -> str:
         return str(kinds[image.role].format(max_images=image.max_images))
     if image.last_image == "no":
         return str(kinds["first_frame_required" if image.required else "first_frame"])
-    return str(kinds["first_and_last_frame_required" if image.last_image == "required" else "first_and_last_frame"])
+    if image.last_image == "required":
+        return str(kinds["first_and_last_frame_required"])
+    return str(kinds["first_and_last_frame" if image.required else "first_and_last_frame_optional"])
 
 
 def _guidance(model: ModelCard, words: Json) -> str:

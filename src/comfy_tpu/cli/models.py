@@ -6,10 +6,11 @@ new ones may be added:
     schema        1
     cache         the hub's cache: directory, free_bytes of its disk
     machine       with --fits: name and usable_bytes of each device, else null
-    models        name (a hub id, demo, or a directory), family, kind, tasks, images (a sentence, or ""), licence,
-                  download_bytes, local (directory, nbytes, is_complete; or null), fits_on_disk (what is missing; null
-                  where the size is not known), size, frames, steps, presets (settings by name), and with --fits fits
-                  (needed_bytes of each device, fits, mesh; or null where it cannot be said)
+    models        name (a hub id, demo, or a directory), family, kind, tasks, images and videos that it takes (a
+                  sentence, or ""), licence, download_bytes, local (directory, nbytes, is_complete; or null),
+                  fits_on_disk (what is missing, by the rule of `download`; null where the size is not known), size,
+                  frames, steps, presets (settings by name), and with --fits fits (needed_bytes of each device, fits,
+                  mesh; or null where it cannot be said)
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 from comfy_tpu.cli.options import path_parser
 from comfy_tpu.cli.terminal import print_message, print_text
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families.card import ImageInput, ModelCard
+from comfy_tpu.families.card import ImageInput, ModelCard, VideoInput
 from comfy_tpu.families.presets import describe_settings
-from comfy_tpu.hub.disk import find_disk
+from comfy_tpu.hub.disk import find_disk, has_room
 from comfy_tpu.hub.inventory import TASKS, KnownModel, list_models
 from comfy_tpu.hub.sizes import format_bytes, read_parameters
 
@@ -143,7 +144,8 @@ def _describe(model: KnownModel, free: int, machine: Machine | None, fits: Mappi
         "family": model.family,
         "kind": model.card.name,
         "tasks": list(model.tasks),
-        "images": _images(model.card.image),
+        "images": _images(model.card),
+        "videos": _videos(model.card),
         "licence": model.licence,
         "download_bytes": model.download_bytes,
         "local": local
@@ -165,7 +167,7 @@ def _fits_on_disk(model: KnownModel, free: int) -> bool | None:
     if model.download_bytes is None:
         return None
     here = 0 if model.local is None else model.local.nbytes
-    return model.download_bytes - here <= free
+    return has_room(free, model.download_bytes - here)
 
 
 def _table(
@@ -177,7 +179,8 @@ def _table(
         "download": lambda model: _download_text(model, free),
         "here": lambda model: _local_text(model),
         "licence": lambda model: model.licence or "?",
-        "images": lambda model: _images(model.card.image) or "—",
+        "images": lambda model: _images(model.card) or "—",
+        "videos": lambda model: _videos(model.card) or "—",
         "presets": lambda model: ", ".join(model.presets) or "—",
     }
     if machine is not None:
@@ -203,18 +206,36 @@ def _local_text(model: KnownModel) -> str:
     return size if model.local.is_complete else f"{size}, not all"
 
 
-def _images(image: ImageInput | None) -> str:
-    if image is None:
-        return ""
+def _images(card: ModelCard) -> str:
+    taken = [] if card.image is None else [_image(card.image)]
+    if card.max_references:
+        taken.append(f"up to {card.max_references} references")
+    return "; ".join(taken)
+
+
+def _image(image: ImageInput) -> str:
     if image.role == "initial":
-        return "to start from"
+        return "to start from" if image.required else "to start from, optional"
     if image.role == "reference":
-        return "one reference" if image.max_images == 1 else f"up to {image.max_images} references"
+        fewest = "1 to" if image.required else "up to"
+        return "one reference" if image.max_images == 1 else f"{fewest} {image.max_images} references"
     last = {"no": "", "optional": ", last optional", "required": " and last frame"}[image.last_image]
     first = "first" if image.last_image == "required" else "first frame"
     if image.last_image == "optional" and not image.required:
         return "first and last frame, both optional"
     return f"{first}{last}" if image.required else f"{first}{last}, optional"
+
+
+def _videos(card: ModelCard) -> str:
+    needed = " and ".join(_video(video) for video in card.videos if video.required)
+    optional = " and ".join(_video(video) for video in card.videos if not video.required)
+    return "; ".join([*([needed] if needed else []), *([f"{optional}, optional"] if optional else [])])
+
+
+def _video(video: VideoInput) -> str:
+    if video.role == "initial":
+        return "to start from"
+    return "control video" if video.role == "control" and video.name == "video" else video.name.replace("_", " ")
 
 
 def _fit_text(fit: Fit | None) -> str:
@@ -237,14 +258,13 @@ def _notes(cache: Path, machine: Machine | None) -> list[str]:
 
 
 def _preset_lines(models: Sequence[KnownModel]) -> list[str]:
-    by_kind: dict[str, ModelCard | KnownModel] = {}
+    """Those of a kind once, by the name of the kind; those that a model directory brings by the model's own name."""
+    by_owner = {
+        model.card.name if model.presets is model.card.presets else model.name: model.presets for model in models
+    }
     lines = []
-    for model in models:
-        if model.card.name in by_kind and model.presets is model.card.presets:
-            continue
-        by_kind[model.card.name] = model
-        whose = model.card.name if model.presets is model.card.presets else model.name
-        for name, preset in model.presets.items():
+    for whose, presets in by_owner.items():
+        for name, preset in presets.items():
             sources = f" ({', '.join(preset.sources)})" if preset.sources else ""
             lines.append(f"{whose}, {name}: {describe_settings(preset.settings)}{sources}")
     return lines

@@ -122,7 +122,9 @@ def _plan_from_model(arguments: argparse.Namespace) -> Plan:
     size = arguments.size or f"{model.defaults.width}x{model.defaults.height}x{model.defaults.num_frames}"
     off = {"guidance_scale": model.family.card.guidance_off} if arguments.no_guidance else {}
     chosen = {"num_videos": arguments.num_videos, **off}
-    preset = None if arguments.preset is None else find_preset(model.presets, arguments.preset, model.name)
+    preset = (
+        None if arguments.preset is None else find_preset(model.presets, arguments.preset, model.name, takes_auto=False)
+    )
     chosen = merge_choices({} if preset is None else preset.settings, chosen)
     chosen |= {name: getattr(arguments, name) for name in CONTEXT_SETTINGS}
     plan, program = make_plan(

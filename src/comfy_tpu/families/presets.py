@@ -112,14 +112,16 @@ def describe_settings(settings: Mapping[str, Any]) -> str:
     return ", ".join([*([] if steps is None else [f"{steps} steps"]), *texts])
 
 
-def find_preset(presets: Mapping[str, Preset], name: str, model: str) -> Preset:
+def find_preset(presets: Mapping[str, Preset], name: str, model: str, *, takes_auto: bool = True) -> Preset:
+    """`takes_auto`: whether "auto" would have been taken in place of the name, for the error."""
     if not presets:
         raise InvalidValueError(
             f"preset={excerpt(str(name))} is given, but model {model} has no presets; leave it out", field="preset"
         )
     if name not in presets:
         raise InvalidValueError(
-            f"preset={excerpt(str(name))} is unknown for model {model}; choose from {', '.join(presets)}, or {AUTO}",
+            f"preset={excerpt(str(name))} is unknown for model {model}; choose from {', '.join(presets)}"
+            f"{f', or {AUTO}' if takes_auto else ''}",
             field="preset",
         )
     return presets[name]

@@ -7,6 +7,9 @@ import os
 import shutil
 from pathlib import Path
 
+RESERVE_BYTES = 1_000_000_000
+"""Left free by a download: a full disk stops more than that."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Disk:
@@ -18,6 +21,11 @@ class Disk:
 
     def __str__(self) -> str:
         return f"{self.path} ({self.device})" if self.device else str(self.path)
+
+
+def has_room(free_bytes: int, nbytes: int) -> bool:
+    """Whether this many more bytes may be downloaded to a disk with so much room. Nothing always may."""
+    return nbytes <= 0 or nbytes + RESERVE_BYTES <= free_bytes
 
 
 def find_disk(path: Path) -> Disk:

@@ -23,14 +23,12 @@ from typing import Any
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.families.card import SCHEDULER_FILE
 from comfy_tpu.families.registry import find_model_card
-from comfy_tpu.hub.disk import find_disk
+from comfy_tpu.hub.disk import RESERVE_BYTES, find_disk, has_room
 from comfy_tpu.hub.repository import Repository, hub_errors, open_repository
 from comfy_tpu.hub.selection import INDEX, RemoteFile, select_files
 from comfy_tpu.hub.sizes import format_bytes
 from comfy_tpu.json_input import read_json
 
-RESERVE_BYTES = 1_000_000_000
-"""Left free on the disk: a full one stops more than the download."""
 WORKERS = 4
 _PARTIAL = ".comfy-tpu.partial"
 _READ_BYTES = 2**24
@@ -142,7 +140,7 @@ def check_space(place: Place, files: Sequence[RemoteFile]) -> None:
     """Raises InvalidValueError where the disk has no room for what is missing."""
     missing = sum(file.size - place.bytes_here(file) for file in files)
     disk = find_disk(place.root)
-    if missing and disk.free_bytes < missing + RESERVE_BYTES:
+    if not has_room(disk.free_bytes, missing):
         where = (
             "set HF_HOME to a directory on a larger disk, or give one with --local-dir"
             if place.directory is None

@@ -50,11 +50,16 @@ class KnownModel:
     def tasks(self) -> tuple[str, ...]:
         made = "image" if self.card.makes_images else "video"
         image = self.card.image
-        from_text = () if image is not None and image.required else (f"text-to-{made}",)
-        return (*from_text, *(() if image is None else (f"image-to-{made}",)))
+        needs_more = any(given.required for given in (image, *self.card.videos) if given is not None)
+        changes_video = any(video.role in ("initial", "control") for video in self.card.videos)
+        return (
+            *(() if needs_more else (f"text-to-{made}",)),
+            *(() if image is None else (f"image-to-{made}",)),
+            *(("video-to-video",) if changes_video else ()),
+        )
 
 
-TASKS = ("text-to-video", "image-to-video", "text-to-image", "image-to-image")
+TASKS = ("text-to-video", "image-to-video", "video-to-video", "text-to-image", "image-to-image")
 
 
 def list_models(cache: Path, folders: Iterable[Path] = (), environ: Mapping[str, str] = os.environ) -> list[KnownModel]:

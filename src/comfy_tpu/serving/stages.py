@@ -172,7 +172,7 @@ def accept(service: Service, id_: str, stage: str, order: Order) -> str:
     if loras := _read_loras(message, service):
         values["lora"] = loras
     if preset := message.metadata.get("preset"):
-        find_preset(_files(model).presets, preset, model.name)
+        find_preset(_files(model).presets, preset, model.name, takes_auto=False)
         values["preset"] = preset
     if message.metadata.get("preview") == "true":
         values["preview"] = str(service.inputs / f"{id_}-preview")
