@@ -227,6 +227,7 @@ class RunOptions:
     context_weights: str | None = None
     context_stride: int | None = None
     context_noise: str | None = None
+    context_keyframes: float | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -395,6 +396,9 @@ class GenerationSettings:
     2 ** (this - 1)."""
     context_noise: str = "random"
     """One of `ContextNoise`."""
+    context_keyframes: float = 0.0
+    """The share of the steps, from the first, that compute one window of frames from the whole video; what is predicted
+    for the frames between them is the mean of their neighbours."""
 
 
 @dataclasses.dataclass(frozen=True)

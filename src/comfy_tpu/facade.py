@@ -97,6 +97,7 @@ class Settings(TypedDict, total=False):
     context_weights: str
     context_stride: int
     context_noise: str
+    context_keyframes: float
 
 
 class CallSettings(Settings, Media, total=False):

@@ -296,6 +296,7 @@ SPECIFIED = {
             ("context_noise", "COMBO", {"default": "random", "optional": True}),
             ("preset", "COMBO", {"default": "none", "optional": True, "options": PRESETS}),
             ("tiny_vae", "COMBO", {"default": "none", "optional": True}),
+            ("context_keyframes", "FLOAT", {"default": 0.0, "min": 0.0, "max": 1.0, "optional": True}),
         ],
         [("options", "TPU_OPTIONS")],
     ),

@@ -129,12 +129,14 @@ def test_image_models_have_no_windows() -> None:
 
 def test_who_chooses_a_schedule_or_a_length_gives_up_the_models_other_settings_of_windows() -> None:
     own = {"context": "uniform", "context_stride": 2, "context_noise": "freenoise", "context_weights": "flat"}
+    own |= {"context_keyframes": 0.2}
     card = CARDS["Wan 2.1"]
     defaults = dataclasses.replace(card.defaults, **own, context_frames=41, context_overlap=21)
 
     def chosen(**settings: object) -> tuple[object, ...]:
         made = make_settings(defaults, settings, card.limits)
         names = ("context", "context_frames", "context_overlap", "context_stride", "context_noise", "context_weights")
+        assert made.context_keyframes == (0.2 if made.context == "uniform" else 0)
         return tuple(getattr(made, name) for name in names)
 
     assert chosen() == ("uniform", 41, 21, 2, "freenoise", "flat")
@@ -142,6 +144,15 @@ def test_who_chooses_a_schedule_or_a_length_gives_up_the_models_other_settings_o
     assert chosen(context="static") == ("static", 41, 15, 1, "random", "pyramid")
     assert chosen(context="none") == ("none", 41, 15, 1, "random", "pyramid")
     assert chosen(context_frames=17) == ("auto", 17, 6, 1, "random", "pyramid")
+
+
+@pytest.mark.parametrize(("frames", "length"), [(41, 21), (8, 3), (22, 21), (251, 21), (3, 2)])
+def test_keyframes_reach_from_end_to_end(frames: int, length: int) -> None:
+    chosen = ContextWindows("static", frames, length, 1).keyframes()
+    distances = {after - before for before, after in itertools.pairwise(chosen)}
+    assert (len(chosen), chosen[0], chosen[-1]) == (length, 0, frames - 1)
+    assert min(distances) >= 1
+    assert max(distances) - min(distances) <= 1
 
 
 def test_lengths_in_latents() -> None:
@@ -171,6 +182,9 @@ def test_lengths_in_latents() -> None:
         ({"context_stride": 0, "context": "uniform"}, "context_stride=0 is not allowed; give a whole number from 1"),
         ({"context_stride": 2}, "context_stride=2 is for context=uniform or looped, and context is auto"),
         ({"context_noise": "freenoise", "context": "continue"}, "context_noise=freenoise is for windows"),
+        ({"context_keyframes": 1.5}, "context_keyframes=1.5 is not a number from 0 to 1"),
+        ({"context_keyframes": math.nan}, "context_keyframes=nan is not a number from 0 to 1"),
+        ({"context_keyframes": 0.1, "context": "none"}, "context_keyframes=0.1 is for windows, and context is none"),
     ],
 )
 def test_refused(chosen: dict[str, object], text: str) -> None:

@@ -134,6 +134,52 @@ def test_the_latents_are_those_of_a_plain_loop_on_every_mesh(mesh: str, size: di
     assert psnr(denoise(mesh, **size), plain(**size)) >= SAME
 
 
+KEYFRAMES = {"num_frames": 17, "num_inference_steps": 4, "context_keyframes": 0.5}
+"""5 latents, in windows of 3: two steps of keyframes 0, 2 and 4, and two of windows."""
+
+
+@functools.cache
+def with_keyframes() -> torch.Tensor:
+    made = settings(**KEYFRAMES)
+    plainly = blend_plainly(made, [0, 2], [1.0, 2.0, 1.0])
+    sigmas = WAN21.scheduling.factories[made.scheduler](made).sigmas
+
+    def blend(number: int, timestep: torch.Tensor, latents: torch.Tensor, predict: Any) -> torch.Tensor:
+        if number >= 2:
+            return plainly(number, timestep, latents, predict)
+        window = latents[:, :, ::2]
+        keyframes = window - sigmas[number] * guide(made, predict(window, True), predict(window, False))
+        predicted = torch.zeros_like(latents)
+        predicted[:, :, ::2] = keyframes
+        predicted[:, :, 1::2] = (keyframes[:, :, :-1] + keyframes[:, :, 1:]) / 2
+        return (latents - predicted) / sigmas[number]
+
+    return reference(blend, **KEYFRAMES)
+
+
+@pytest.mark.parametrize("mesh", ["single", "dp=2,sp=4"])
+def test_frames_between_keyframes_follow_them(mesh: str) -> None:
+    assert psnr(denoise(mesh, **KEYFRAMES), with_keyframes()) >= SAME
+
+
+def test_the_comparison_would_see_other_keyframes() -> None:
+    wrong = {
+        "fewer": denoise(**KEYFRAMES | {"context_keyframes": 0.25}),
+        "none": denoise(**KEYFRAMES | {"context_keyframes": 0.0}),
+    }
+    assert_wrong_ones_differ(with_keyframes(), SAME - 20, **wrong)
+
+
+def test_keyframes_compile_nothing_but_what_fills_the_frames_between() -> None:
+    denoise(**KEYFRAMES | {"context_keyframes": 0.0})
+    programs = opened("single").running.step_programs(0)
+    before = programs.predict_windows().compiled_count
+    assert before
+    denoise(**KEYFRAMES)
+    assert programs.predict_windows().compiled_count == before
+    assert programs.fill_between().compiled_count == 1
+
+
 @pytest.mark.slow  # by default: another request in test_video.py; blends in ComfyUI's words below
 def test_the_comparison_would_see_other_windows() -> None:
     assert_wrong_ones_differ(

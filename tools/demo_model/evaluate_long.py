@@ -14,7 +14,14 @@ from tools.demo_model.evaluate import evaluate, options, tally
 from tools.demo_model.sheet import SHOWN_FRAMES, write_sheet
 
 FRAMES = 161
-CONTEXT = {"context": str, "context_frames": int, "context_overlap": int, "context_stride": int, "context_weights": str}
+CONTEXT = {
+    "context": str,
+    "context_frames": int,
+    "context_overlap": int,
+    "context_stride": int,
+    "context_weights": str,
+    "context_keyframes": float,
+}
 
 
 def generate_long(model: Path, prompts: list[str], guidance: float, seed: int, **settings: object) -> Iterator:

@@ -108,6 +108,11 @@ SETTINGS = (
     ),
     Option("context_stride", ("--context-stride",), "for uniform and looped: N-1 more rounds of ever wider windows"),
     Option("context_noise", ("--context-noise",), f"{' or '.join(get_args(ContextNoise))}: the noise of windows"),
+    Option(
+        "context_keyframes",
+        ("--context-keyframes",),
+        "share of the steps, from the first, whose one window has frames of the whole video; for windows",
+    ),
 )
 
 CONTEXT_SETTINGS = tuple(option.field for option in SETTINGS if option.field.startswith("context"))

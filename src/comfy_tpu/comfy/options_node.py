@@ -52,6 +52,7 @@ class TPUOptions(io.ComfyNode):
                 *_context_inputs(),
                 _preset_input(),
                 _tiny_vae_input(),
+                _keyframes_input(),
             ],
             outputs=[OPTIONS_TYPE.Output("options", tooltip="For the options input; the same for all nodes of a run.")],
         )
@@ -265,6 +266,20 @@ def _tiny_vae_input() -> io.Input:
         optional=True,
         tooltip="A tiny decoder for previews, and with vae_backend tiny for the result: a safetensors file of TAESD or "
         "TAEHV that was made for the model's VAE, in ComfyUI's models/vae_approx.",
+    )
+
+
+def _keyframes_input() -> io.Input:
+    """Optional and the last, for the same reasons."""
+    return io.Float.Input(
+        "context_keyframes",
+        default=_SETTINGS.context_keyframes,
+        min=0.0,
+        max=1.0,
+        step=0.05,
+        optional=True,
+        tooltip="The share of the steps, from the first, that compute one window of frames from the whole video, so "
+        "that colours and places agree; those between follow their neighbours. For windows. 0: none.",
     )
 
 

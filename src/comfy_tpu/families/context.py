@@ -41,6 +41,10 @@ class ContextWindows:
         """The windows of a step, by its number from 0. Every frame is in one at least."""
         return list(_windows(self, 0 if self.schedule == "static" else step))
 
+    def keyframes(self) -> Window:
+        """One window from the first frame to the last, at distances that differ by one at most."""
+        return tuple(round(place * (self.frames - 1) / (self.length - 1)) for place in range(self.length))
+
     def shares(self, windows: Sequence[Window]) -> list[tuple[float, ...]]:
         """The weight of each frame of each window; those of a frame of the video add up to 1."""
         weights = [window_weights(self, window) for window in windows]
@@ -116,7 +120,9 @@ def window_settings(settings: GenerationSettings) -> GenerationSettings:
 
 def without_windows(settings: GenerationSettings) -> GenerationSettings:
     """The settings of the same video made whole, without what is refused then."""
-    return dataclasses.replace(settings, context="none", context_stride=1, context_noise="random")
+    return dataclasses.replace(
+        settings, context="none", context_stride=1, context_noise="random", context_keyframes=0.0
+    )
 
 
 def call_settings(settings: GenerationSettings, windows: int) -> GenerationSettings:

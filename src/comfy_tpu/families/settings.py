@@ -256,6 +256,13 @@ def _check_context(settings: GenerationSettings, limits: Limits) -> None:
             f"{', '.join(get_args(ContextSchedule))}, or leave it out",
             field="context_noise",
         )
+    _check_number("context_keyframes", settings.context_keyframes, 0.0, 1.0)
+    if settings.context_keyframes and settings.context not in ("auto", *get_args(ContextSchedule)):
+        raise InvalidValueError(
+            f"context_keyframes={settings.context_keyframes:g} is for windows, and context is {settings.context}; "
+            f"choose {', '.join(get_args(ContextSchedule))}, or leave it out",
+            field="context_keyframes",
+        )
 
 
 def _check_window(settings: GenerationSettings, step: int, largest: int) -> None:

@@ -44,7 +44,7 @@ def denoise_steps(
 ) -> Generator[State, None, None]:
     """Yields the state after each step; the next step takes over its memory. `seeds`: those of the rows, where each
     has its own. Where `checkpoint` has a state, that one is yielded first, and the steps before it are not computed."""
-    video = _windowed_video(running, embeddings, settings)
+    video = _windowed_video(running, embeddings, settings, len(plan))
     if video is None:
         _warn_of_idle_devices(running, plan, settings)
     first = _first_sample(running, plan, settings, embeddings.shared, seeds, video)
@@ -183,12 +183,12 @@ def _draw_noise(running: RunningModel, settings: GenerationSettings, shape: tupl
 
 
 def _windowed_video(
-    running: RunningModel, embeddings: PromptEmbeddings, settings: GenerationSettings
+    running: RunningModel, embeddings: PromptEmbeddings, settings: GenerationSettings, steps: int
 ) -> WindowedVideo | None:
     context = find_context(running.family, settings, embeddings.shared)
     if context is None:
         return None
-    return WindowedVideo(running.family, context, settings, running.step_placement, embeddings.shared)
+    return WindowedVideo(running.family, context, settings, running.step_placement, embeddings.shared, steps=steps)
 
 
 def _prompt_rows(

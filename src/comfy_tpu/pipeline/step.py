@@ -79,6 +79,10 @@ class StepPrograms:
         """Adds the velocities of windows to that of the video."""
         return self.make_program(add_windows, donate=("velocity",), output_axes=())
 
+    def fill_between(self) -> DeviceProgram:
+        """The velocity of a video from that of its keyframes."""
+        return self.make_program(fill_between, output_axes=())
+
     def advance(self) -> DeviceProgram:
         """A step with a velocity that was computed before."""
         return self.make_program(advance_step, donate=(*_STATE, "velocity"), output_axes=())
@@ -180,6 +184,31 @@ def add_windows(
     parts = windows.unflatten(0, (count, -1)) * shares.view(count, 1, 1, length, 1, 1)
     parts = parts.permute(1, 2, 0, *range(3, parts.ndim)).flatten(2, 3)  # [videos, channels, windows · n, …]
     return (kept * velocity).index_add(2, frames.flatten(), parts)
+
+
+def fill_between(
+    module: Any,
+    windows: torch.Tensor,
+    video: torch.Tensor,
+    keyframes: torch.Tensor,
+    before: torch.Tensor,
+    share: torch.Tensor,
+    sigma: torch.Tensor,
+) -> torch.Tensor:
+    """The velocity with which each frame between two keyframes comes to lie between what is predicted for them.
+
+    `windows`: velocities as in `gather_windows`, of which the first window, `keyframes` [n], counts. `before`: for each
+    frame of the video, the place of the last keyframe up to it, n - 2 at most; `share`: the weight of the next one.
+    """
+
+    def spread(parts: torch.Tensor) -> torch.Tensor:
+        first, second = parts.index_select(2, before), parts.index_select(2, before + 1)
+        weight = share.view(-1, 1, 1)
+        return (1 - weight) * first + weight * second
+
+    # Predicted is x - sigma v. Of a keyframe itself the second term is 0.
+    shown = video.index_select(2, keyframes)
+    return spread(windows[: len(video)]) + (video - spread(shown)) / sigma
 
 
 def advance_step(

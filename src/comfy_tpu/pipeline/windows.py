@@ -6,7 +6,9 @@ One program computes every window, whatever the length of the video: which frame
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -66,11 +68,15 @@ class WindowedVideo:
         settings: GenerationSettings,
         placement: Placement,
         shared: Embeddings,
+        *,
+        steps: int,
     ) -> None:
+        """`steps`: those of the whole run."""
         self._family = family
         self._context = context
         self._settings = settings
         self._placement = placement
+        self._keyframe_steps = round(settings.context_keyframes * steps)
         self._frame_inputs = {name: rows for name, rows in shared.items() if name in family.denoiser.frame_inputs}
         self._on_devices: dict[str, jax.Array] = {
             name: to_device(rows.expand(settings.num_videos, *rows.shape[1:]))
@@ -112,33 +118,71 @@ class WindowedVideo:
         `weights`: those of the transformer alone, and with those prepared from the prompt. `velocity`: an earlier one,
         whose memory is taken over. `on_call` is called between two calls; an exception from it ends the step.
         """
-        loaded, all_weights = weights
-        prepared = {name: array for name, array in prepared.items() if name not in self._frame_inputs}
+        predict = functools.partial(self._predict, programs, step, weights, prepared, latents)
+        if number < self._keyframe_steps:
+            return self._fill_between(programs, step, weights[0], latents, predict)
         for index, (frames, shares) in enumerate(self._calls(number, step.guided)):
             if index:
                 on_call()
-            gather = programs.gather_windows()
-            computed: Any = programs.predict_windows()(
-                all_weights,
-                latents=gather(loaded, video=latents, frames=frames),
-                timestep=torch.tensor([step.timestep], dtype=torch.float32),
-                guidance_scale=torch.tensor(step.guidance_scale, dtype=torch.float32),
-                prepared=prepared,
-                frame_inputs={
-                    name: gather(loaded, video=video, frames=frames) for name, video in self._on_devices.items()
-                },
-                guided=step.guided,
-            )
             velocity = programs.add_windows()(
-                loaded,
+                weights[0],
                 velocity=velocity,
                 kept=torch.tensor(float(index > 0)),
-                windows=computed,
+                windows=predict(frames),
                 frames=frames,
                 shares=shares,
             )
             velocity.block_until_ready()  # so that it can be ended between two calls
         return velocity
+
+    def _predict(
+        self,
+        programs: StepPrograms,
+        step: PlannedStep,
+        weights: tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]],
+        prepared: Mapping[str, jax.Array],
+        latents: jax.Array,
+        frames: torch.Tensor,
+    ) -> Any:
+        """The velocities of windows of these frames, [windows, n], as rows of a batch."""
+        loaded, all_weights = weights
+        gather = functools.partial(programs.gather_windows(), loaded, frames=frames)
+        return programs.predict_windows()(
+            all_weights,
+            latents=gather(video=latents),
+            timestep=torch.tensor([step.timestep], dtype=torch.float32),
+            guidance_scale=torch.tensor(step.guidance_scale, dtype=torch.float32),
+            prepared={name: array for name, array in prepared.items() if name not in self._frame_inputs},
+            frame_inputs={name: gather(video=video) for name, video in self._on_devices.items()},
+            guided=step.guided,
+        )
+
+    def _fill_between(
+        self,
+        programs: StepPrograms,
+        step: PlannedStep,
+        loaded: Mapping[str, jax.Array],
+        latents: jax.Array,
+        predict: Callable[[torch.Tensor], Any],
+    ) -> jax.Array:
+        """The velocity of the video from that of its keyframes alone, which are one window."""
+        keyframes = self._context.keyframes()
+        before = [min(bisect.bisect(keyframes, frame), len(keyframes) - 1) - 1 for frame in range(keyframes[-1] + 1)]
+        share = [
+            (frame - keyframes[place]) / (keyframes[place + 1] - keyframes[place]) for frame, place in enumerate(before)
+        ]
+        # As many windows as in the other steps, which is the same program: all but the first count nothing.
+        frames = torch.tensor([keyframes] * self.windows_per_call(step.guided), dtype=torch.int32)
+        filled: Any = programs.fill_between()(
+            loaded,
+            windows=predict(frames),
+            video=latents,
+            keyframes=frames[0],
+            before=torch.tensor(before, dtype=torch.int32),
+            share=torch.tensor(share, dtype=torch.float32),
+            sigma=torch.tensor(step.sigma, dtype=torch.float32),
+        )
+        return filled
 
     def _calls(self, number: int, guided: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Frames and weights of the windows of each call, [windows, n]. The last call is padded with windows that count
