@@ -13,6 +13,7 @@ from comfy_tpu.cli import main as cli
 from tests.cli.test_same_bytes import ROOT
 
 SMALL = ("--height", "16", "--width", "16", "--num-frames", "5", "--steps", "3", "--mesh", "single")
+WINDOWS = ("--num-frames", "13", "--context", "static", "--context-frames", "9", "--context-overlap", "1")
 
 # A whole command, and what JAX traced, lowered and compiled meanwhile.
 COUNTED = """
@@ -126,8 +127,9 @@ def test_a_process_after_warm_traces_compiles_and_imports_nothing_for_it(tmp_pat
         ("demo", *SMALL[:-2], "--mesh", "dp=2,sp=4"),
         ("demo", *SMALL, "--reuse", "0.3"),
         ("demo", *SMALL, "--fast"),
+        ("demo", *SMALL, *WINDOWS, "--context-keyframes", "0.5"),
     ],
-    ids=["image", "two videos, half guided", "mesh", "reuse", "fast"],
+    ids=["image", "two videos, half guided", "mesh", "reuse", "fast", "keyframes"],
 )
 def test_warm_compiles_all_that_a_request_needs(arguments: tuple[str, ...], tmp_path: Path) -> None:
     model, *settings = arguments
@@ -140,6 +142,16 @@ def test_warm_compiles_all_that_a_request_needs(arguments: tuple[str, ...], tmp_
         settings += ["--image", str(tmp_path / "first.png")]
     found = run("generate", "a star", "--model", model, *settings, *cache, "--output", str(tmp_path / "x.npy"))
     assert found["work"] == []
+
+
+def test_warm_that_keeps_nothing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("comfy_tpu.pipeline.warming.warm_request", lambda *_: None)  # what it compiles is not kept
+    (tmp_path / "file").touch()
+    for directory in ("empty", "file"):
+        assert cli.main(["warm", "demo", "--cache-dir", str(tmp_path / directory)]) == 1
+        assert f"none is kept: {tmp_path / directory} cannot be written, or its limit" in capsys.readouterr().err
 
 
 def test_warm_checks_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,6 +224,31 @@ def test_damage_is_replaced(cache: CacheConfig, kind: str, caplog: pytest.LogCap
     assert again.stages == STORED
 
 
+def test_an_executable_that_is_another_programs_is_replaced(cache: CacheConfig) -> None:
+    expected, other = Run(cache, "single")(), Run(cache, "single")(frames=2)
+    assert cache.directory is not None
+    first, second = cache.directory.glob("jit_*forward*-cache")
+    contents = first.read_bytes(), second.read_bytes()
+    for path, content in zip((second, first), contents, strict=True):
+        path.write_bytes(content)  # later than the entry was written
+        os.utime(path, (time.time() + 60,) * 2)
+    jax.clear_caches()
+    assert torch.equal(Run(cache, "single")(), expected)
+    assert torch.equal(Run(cache, "single")(frames=2), other)
+    again = Run(cache, "single")
+    assert torch.equal(again(), expected)
+    assert again.stages == STORED
+
+
+def test_an_entry_that_says_nothing_of_its_program_is_not_listed(cache: CacheConfig) -> None:
+    Run(cache, "single")()
+    assert cache.directory is not None
+    listed = list_programs(cache.directory)
+    entries = Entries(cache.directory / "programs")
+    entries.write("of-another-version", {"kind": "program", "compiled": next(cache.directory.glob("*-cache")).name})
+    assert [program.name for program in list_programs(cache.directory)] == [program.name for program in listed]
+
+
 @pytest.mark.thorough  # by default: damage is replaced
 def test_an_executable_that_was_evicted_is_compiled_again(cache: CacheConfig) -> None:
     expected = Run(cache, "single")()

@@ -6,6 +6,7 @@ import argparse
 
 from comfy_tpu.cli import options
 from comfy_tpu.cli.terminal import print_text
+from comfy_tpu.errors import InvalidValueError
 
 WITHOUT = ("fps", "seed", "negative_prompt")
 """Settings that no program depends on."""
@@ -37,5 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     programs = session.display.account.programs
     compiled = [program for program in programs if not program.from_cache]
     total = sum(info.nbytes for info in list_files(directory))
+    if not total:
+        raise InvalidValueError(
+            f"{len(programs)} programs were compiled and none is kept: {directory} cannot be written, or its limit is "
+            "smaller than a program; choose another --cache-dir, or a larger COMFY_TPU_CACHE_LIMIT"
+        )
     print_text(f"{len(programs)} programs, {len(compiled)} of them compiled now; {directory} has {format_bytes(total)}")
     return 0

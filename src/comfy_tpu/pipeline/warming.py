@@ -6,6 +6,8 @@ what a real run looks for.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from PIL import Image
 
@@ -35,7 +37,11 @@ def warm_request(
     if card.makes_segments:  # the first of them has the programs of all
         embeddings = encode_segment(pipeline.running, embeddings, 0, None, settings)
         settings = window_settings(settings)
-    for samples, _ in denoise_steps(pipeline.running, _one_of_each(plan), embeddings, settings):
+    plan = _one_of_each(plan)
+    if settings.context_keyframes:  # the same steps with keyframes, and without
+        plan = Plan(plan.steps * 2)
+        settings = dataclasses.replace(settings, context_keyframes=0.5)
+    for samples, _ in denoise_steps(pipeline.running, plan, embeddings, settings):
         latents = samples[0]
     made = to_host(latents)[:, :, -card.latent_size(settings)[0] :]
     pipeline.decode_sound(made, settings)

@@ -79,13 +79,6 @@ class Entries:
         with contextlib.suppress(OSError):
             self._path(key).unlink(missing_ok=True)
 
-    def written(self, key: str) -> float:
-        """When an entry was written, in seconds since the epoch; 0 if there is none."""
-        try:
-            return self._path(key).stat().st_mtime
-        except OSError:
-            return 0.0
-
     def all(self) -> Iterator[tuple[EntryInfo, Mapping[str, Any]]]:
         """All entries that can be read."""
         for info in list_files(self.directory.parent):

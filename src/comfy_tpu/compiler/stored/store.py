@@ -120,11 +120,10 @@ class ProgramStore:
         return program
 
     def _drop(self, key: str, compiled: Path, error: Exception) -> None:
-        """Removes an entry that cannot be used, and the executable, unless JAX has compiled that anew meanwhile."""
+        """Removes an entry that cannot be used, and its executable, which JAX would load by its name alone."""
+        logger.warning("compile cache: %s is damaged (%s); making it again", compiled.name, first_line(error))
         with contextlib.suppress(OSError):
-            if compiled.stat().st_mtime <= self._entries.written(key):
-                logger.warning("compile cache: %s is damaged (%s); making it again", compiled.name, first_line(error))
-                compiled.unlink(missing_ok=True)
+            compiled.unlink(missing_ok=True)
         self._entries.remove(key)
 
     def save_program(self, key: str, compiled: jax.stages.Compiled, cache_key: str, mesh: Any, **about: Any) -> None:
@@ -187,9 +186,10 @@ def list_programs(directory: Path) -> list[ListedProgram]:
     found = []
     for info, entry in Entries(directory / FOLDER).all():
         compiled = directory / str(entry.get("compiled", ""))
-        if entry.get("kind") == "program" and compiled.is_file():
-            about, nbytes = entry["about"], info.nbytes + compiled.stat().st_size
-            found.append(ListedProgram(about["name"], about["device"], nbytes, info.used))
+        about = entry.get("about")
+        if entry.get("kind") == "program" and isinstance(about, dict) and compiled.is_file():
+            nbytes = info.nbytes + compiled.stat().st_size
+            found.append(ListedProgram(str(about.get("name", "?")), str(about.get("device", "?")), nbytes, info.used))
     return sorted(found, key=lambda program: program.used, reverse=True)
 
 
