@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import UMT5EncoderModel
 
+from tools.demo_model.learning_rate import schedule
 from tools.demo_model.train_image import ImageTrainer, ImageTraining
-from tools.demo_model.train_vae import schedule
 from tools.demo_model.train_video import Trainer, VideoTraining
 
 DEMO = Path(__file__).parents[2] / "src" / "comfy_tpu" / "assets" / "demo"

@@ -26,9 +26,9 @@ from transformers import UMT5EncoderModel
 
 from comfy_tpu.families.presets import METADATA_KEY
 from tools.demo_model.captions import BACKGROUNDS, TRAINING_TRIPLES, Attributes, paraphrase
+from tools.demo_model.learning_rate import schedule
 from tools.demo_model.model import FLOW_SHIFT, LATENT_CHANNELS, new_tokenizer
 from tools.demo_model.shortcuts import fold_padding
-from tools.demo_model.train_vae import schedule
 from tools.demo_model.train_video import TOKENS
 
 logger = logging.getLogger("tools.demo_model")

@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tools.demo_model import long_clips
 from tools.demo_model.clips import draw, sample_training
+from tools.demo_model.learning_rate import schedule
+from tools.demo_model.long_decoding import LongClipPool, LongDecoding
 from tools.demo_model.model import new_vae
 from tools.demo_model.sheet import write_sheet
 from tools.demo_model.shortcuts import (
-    PART_REACH,
-    decode_part,
     decode_whole,
     denormalise,
     encode_latents,
@@ -44,16 +44,22 @@ class VaeTraining:
     edges: float = 0.1
     # Errors that change from frame to frame: in a slow motion, or none, a decoder's flicker is all that is seen.
     flicker: float = 0.0
+    steady: float = 0.0  # the same, by the root mean square of each frame, which is what `find_seam` looks at
     objects: float = 4.0  # extra weight of the pixels that are not background
     first: float = 0.0  # extra weight of the first frame, whose latents hold no other frame
     centred: float = 0.0  # share of clips that begin in the middle
     spinning: float = 0.0  # share of clips that spin, beside those that do by chance
-    # Clips of `long_latents`, encoded once; of a decoder's training every second step is theirs. Its convolutions reach
-    # 30 latents back: one that saw 21 changes colours behind them.
-    long: int = 0
+    # Of a decoder's training: parts of long clips (long_decoding.py), in a share of the steps.
+    long_clips: int = 0
+    long_share: float = 0.5
     long_latents: int = 41
     long_batch: int = 6
-    long_frames: int = 48  # of each, somewhere in it, in a step
+    long_frames: int = 48
+    long_beginnings: float = 0.0
+    long_noise: float = 0.05
+    long_hard: float = 0.0
+    long_measured: int = 1000  # steps between two measurements
+    long_denoised_by: str = ""
     seconds: float = math.inf  # the rate falls to its end, and the training ends, in this time at the latest
     seed: int = 0
 
@@ -75,16 +81,19 @@ def train_vae(settings: VaeTraining, directory: Path, device: str, decoder_only:
     trained = [parameter for parameter in vae.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=settings.rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     began = time.monotonic()
-    pool = _encode_long(vae, settings, generator) if decoder_only and settings.long else None
+    pool = LongClipPool(vae, _long_decoding(settings), generator) if decoder_only and settings.long_clips else None
     for step in range(settings.steps):
         passed = (time.monotonic() - began) / settings.seconds
         if passed >= 1:
             break
         for group in optimizer.param_groups:
             group["lr"] = settings.rate * schedule(step, settings.steps, settings.warmup, passed)
-        is_long = pool is not None and step % 2 == 1
-        if is_long:
-            video, decoded, kl = _decode_long(vae, pool, settings, generator)
+        is_long = pool is not None and int((step + 1) * settings.long_share) > int(step * settings.long_share)
+        if pool is not None and settings.long_hard and step % settings.long_measured == settings.long_measured - 1:
+            pool.measure()
+        kl = torch.zeros((), device=device)
+        if pool is not None and is_long:
+            video, decoded = pool.decode()
         else:
             video, decoded, kl = _reconstruct(vae, settings, generator)
         difference = decoded.float() - video
@@ -123,47 +132,8 @@ def _reconstruct(
     return video, decoded, 0.5 * (mean**2 + log_variance.exp() - 1 - log_variance).mean()
 
 
-def _encode_long(
-    vae: AutoencoderKLWan, settings: VaeTraining, generator: torch.Generator
-) -> tuple[long_clips.LongClips, Tensor]:
-    """Long clips and their latents, as many as ``settings.long`` says."""
-    clips = long_clips.sample_beginnings(settings.long, settings.long_latents, generator)
-    latents = long_clips.encode(vae, clips)
-    logger.info("%d long clips encoded", settings.long)
-    return clips, latents
-
-
-def _decode_long(
-    vae: AutoencoderKLWan,
-    pool: tuple[long_clips.LongClips, Tensor],
-    settings: VaeTraining,
-    generator: torch.Generator,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Parts of some long clips, and what the decoder makes of their latents, which are not exact either."""
-    clips, latents = pool
-    last = long_clips.SCALE * (settings.long_latents - 1) + 1 - settings.long_frames
-    margin = settings.long_frames // 2  # so that the frames at both ends are seen as often as the others
-    begin = int(torch.randint(-margin, last + margin, (), generator=generator, device=latents.device))
-    begin = min(begin, last) if begin >= PART_REACH else 0  # two shapes: cuDNN chooses kernels for each
-    end = begin + settings.long_frames
-    chosen = torch.randint(len(latents), (settings.long_batch,), generator=generator, device=latents.device)
-    given = latents[chosen] + 0.05 * torch.randn(latents[chosen].shape, generator=generator, device=latents.device)
-    with torch.autocast(latents.device.type, torch.bfloat16, enabled=latents.is_cuda):
-        decoded = decode_part(vae, denormalise(vae, given), begin, end)
-    return (
-        draw(long_clips.frames_of(clips.take(chosen), begin, end)) * 2 - 1,
-        decoded,
-        torch.zeros((), device=latents.device),
-    )
-
-
-def schedule(step: int, steps: int, warmup: int, passed: float = 0.0, floor: float = 0.01) -> float:
-    """Factor of the learning rate: a linear start, then half a cosine over the steps.
-
-    Or over the time, where more of that has ``passed`` (0..1) than of the steps.
-    """
-    rising = min((step + 1) / warmup, 1.0)
-    return rising * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(max(step / steps, passed), 1.0))))
+def _long_decoding(settings: VaeTraining) -> LongDecoding:
+    return LongDecoding(**{field.name: getattr(settings, f"long_{field.name}") for field in fields(LongDecoding)})
 
 
 def _initialize(vae: AutoencoderKLWan) -> AutoencoderKLWan:
@@ -186,7 +156,8 @@ def _distance(difference: Tensor, video: Tensor, settings: VaeTraining, first: f
     across, down = difference[..., 1:] - difference[..., :-1], difference[..., 1:, :] - difference[..., :-1, :]
     later = difference[:, :, 1:] - difference[:, :, :-1]
     changes = settings.edges * (across.abs().mean() + down.abs().mean()) + settings.flicker * later.abs().mean()
-    return pixels + changes
+    by_frame = (later.square().mean(dim=(1, 3, 4)) + 1e-6).sqrt()
+    return pixels + changes + settings.steady * by_frame.mean()
 
 
 def _decibels(mean_square: Tensor) -> float:

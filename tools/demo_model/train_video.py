@@ -16,9 +16,9 @@ from transformers import UMT5EncoderModel
 from tools.demo_model import long_clips
 from tools.demo_model.captions import BACKGROUNDS, COLOURS, MOTIONS, SHAPES, TRAINING_TRIPLES, Attributes, paraphrase
 from tools.demo_model.clips import ClipBatch, Tracks, draw, sample_training
+from tools.demo_model.learning_rate import schedule
 from tools.demo_model.model import FLOW_SHIFT, new_text_encoder, new_tokenizer, new_transformer
 from tools.demo_model.shortcuts import encode_latents, fold_padding, take_whole_clips
-from tools.demo_model.train_vae import schedule
 
 logger = logging.getLogger(__name__)
 PLAIN_BACKGROUNDS = [list(BACKGROUNDS).index(name) for name in ("black", "white")]
