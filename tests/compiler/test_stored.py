@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -285,6 +286,38 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pyte
     (tmp_path / "file").write_text("")
     Entries(tmp_path / "file").write("key", {"fact": 1})
     assert "cannot be written" in caplog.text
+
+
+def test_a_cache_that_can_only_be_read_is_read_and_left_as_it_is(
+    used: CacheConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The directory only says that it cannot be written: what tries to write it all the same is seen."""
+
+    def refuse(**_: Any) -> NoReturn:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    assert used.directory is not None
+    broken = used.directory / "programs" / f"transformer.forward-{'0' * 40}.entry"
+    broken.write_bytes(b"damaged")
+    before = {path: path.read_bytes() for path in used.directory.rglob("*") if path.is_file()}
+    monkeypatch.setattr("comfy_tpu.compiler.cache.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr(os, "utime", lambda *_, **__: pytest.fail("a file is marked as used"))
+    jax.clear_caches()
+    with caplog.at_level("WARNING"):
+        first = Run(CacheConfig(directory=used.directory, limit_bytes=1), "single")
+        assert first().isfinite().all()
+        assert first.stages == STORED
+        other = Run(used, "single")
+        other(frames=2)
+        assert "cache_miss" in other.stages
+        store = open_store(used)
+        assert store is not None
+        assert store.load_program(broken.stem, make_placement("single").mesh) is None
+    assert {path: path.read_bytes() for path in used.directory.rglob("*") if path.is_file()} == before
+    assert [message.partition(" (")[0] for message in caplog.messages] == [
+        f"compile cache {used.directory} cannot be written",
+        f"compile cache: {broken.name} is damaged",
+    ]
 
 
 def test_the_least_recently_used_go_first(tmp_path: Path) -> None:

@@ -40,10 +40,11 @@ class EntryInfo:
 
 
 class Entries:
-    """JSON documents in a directory by their keys."""
+    """JSON documents in a directory by their keys. `writable`: whether reading may mark and remove files."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, writable: bool = True) -> None:
         self.directory = directory
+        self._writable = writable
 
     def read(self, key: str) -> Mapping[str, Any] | None:
         """The entry of a key; None if there is none, or a damaged one, which is removed."""
@@ -58,7 +59,8 @@ class Entries:
             logger.warning("compile cache: %s is damaged (%s); making it again", path.name, error)
             self.remove(key)
             return None
-        touch(path)
+        if self._writable:
+            touch(path)
         return entry
 
     def write(self, key: str, entry: Mapping[str, Any]) -> None:
@@ -76,8 +78,10 @@ class Entries:
                     partial.unlink(missing_ok=True)
 
     def remove(self, key: str) -> None:
-        with contextlib.suppress(OSError):
-            self._path(key).unlink(missing_ok=True)
+        """Removes an entry, if that is possible."""
+        if self._writable:
+            with contextlib.suppress(OSError):
+                self._path(key).unlink(missing_ok=True)
 
     def all(self) -> Iterator[tuple[EntryInfo, Mapping[str, Any]]]:
         """All entries that can be read."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from comfy_tpu.compiler.cache import CacheLookup, cache_limit, writable_cache
+from comfy_tpu.compiler.cache import CacheLookup, cache_limit, usable_cache, writable_cache
 from comfy_tpu.compiler.stored.entries import FOLDER, Entries, is_cache_name, touch, trim_files
 from comfy_tpu.compiler.stored.executable import StoredExecutable, describe_calls, first_line, read_cache_entry
 from comfy_tpu.compiler.stored.identity import (
@@ -52,10 +52,12 @@ class ProgramStore:
     directory: Path
     limit: int
     """Bytes of the whole cache."""
+    writable: bool = True
+    """False: entries are only read; none is written, marked as used or removed."""
 
     @property
     def _entries(self) -> Entries:
-        return Entries(self.directory / FOLDER)
+        return Entries(self.directory / FOLDER, writable=self.writable)
 
     def fact(
         self,
@@ -116,18 +118,22 @@ class ProgramStore:
                 raise
             self._drop(key, compiled, error)
             return None
-        touch(compiled)
+        if self.writable:
+            touch(compiled)
         return program
 
     def _drop(self, key: str, compiled: Path, error: Exception) -> None:
         """Removes an entry that cannot be used, and its executable, which JAX would load by its name alone."""
         logger.warning("compile cache: %s is damaged (%s); making it again", compiled.name, first_line(error))
-        with contextlib.suppress(OSError):
-            compiled.unlink(missing_ok=True)
-        self._entries.remove(key)
+        if self.writable:
+            with contextlib.suppress(OSError):
+                compiled.unlink(missing_ok=True)
+            self._entries.remove(key)
 
     def save_program(self, key: str, compiled: jax.stages.Compiled, cache_key: str, mesh: Any, **about: Any) -> None:
         """Stores how a program is called, beside its entry in JAX's cache. `about`: for lists."""
+        if not self.writable:
+            return
         path = self.directory / f"{cache_key}-cache"
         try:
             program = describe_calls(compiled, mesh)
@@ -140,6 +146,8 @@ class ProgramStore:
         self._write(key, entry)
 
     def _write(self, key: str, entry: Mapping[str, Any]) -> None:
+        if not self.writable:
+            return
         if is_changed_since_start():
             logger.info("%s is not stored: what it was made by has changed since this process began", key)
             return
@@ -166,8 +174,10 @@ def open_store(config: CacheConfig) -> ProgramStore | None:
     """
     if os.environ.get(STORE_VARIABLE, "").strip() == "0":
         return None
-    directory = writable_cache(config)
-    return None if directory is None else ProgramStore(directory, cache_limit(config))
+    directory = usable_cache(config)
+    if directory is None:
+        return None
+    return ProgramStore(directory, cache_limit(config), writable=writable_cache(config) is not None)
 
 
 @dataclasses.dataclass(frozen=True)
