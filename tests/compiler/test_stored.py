@@ -531,6 +531,16 @@ def test_programs_are_listed_with_their_sizes(cache: CacheConfig) -> None:
     assert listed["transformer.forward"].nbytes > 10_000
 
 
+def test_to_list_programs_is_no_use_of_them(used: CacheConfig) -> None:
+    assert used.directory is not None
+    for path in used.directory.rglob("*"):
+        os.utime(path, (1, 2))  # read before it was written: the next reading is noted on most file systems
+    for _ in range(2):
+        listed = list_programs(used.directory)
+        assert [program.used for program in listed] == [2] * len(listed) != []
+    assert {(info.path.stat().st_atime, info.used) for info in list_files(used.directory)} == {(1, 2)}
+
+
 def test_a_blank_source_has_the_headers_of_a_checkpoint_and_zeros() -> None:
     checkpoint = Checkpoint.open(small_models.transformer().checkpoint)
     blank = BlankSource(checkpoint)

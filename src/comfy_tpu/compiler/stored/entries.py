@@ -84,11 +84,11 @@ class Entries:
                 self._path(key).unlink(missing_ok=True)
 
     def all(self) -> Iterator[tuple[EntryInfo, Mapping[str, Any]]]:
-        """All entries that can be read."""
+        """All entries that can be read. To list them is no use of them: their times stay."""
         for info in list_files(self.directory.parent):
             if info.path.suffix == SUFFIX:
                 with contextlib.suppress(OSError, ValueError):
-                    yield info, _unpack(info.path.read_bytes())
+                    yield info, _unpack(_read_keeping_times(info.path))
 
     def _path(self, key: str) -> Path:
         return self.directory / f"{key}{SUFFIX}"
@@ -98,6 +98,14 @@ def touch(path: Path) -> None:
     """Marks a file as used now: file systems are often mounted without times of access. When it was written stays."""
     with contextlib.suppress(OSError):
         os.utime(path, (time.time(), path.stat().st_mtime))
+
+
+def _read_keeping_times(path: Path) -> bytes:
+    before = path.stat()
+    content = path.read_bytes()
+    with contextlib.suppress(OSError):  # the file of another user
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    return content
 
 
 def _pack(entry: Mapping[str, Any]) -> bytes:
