@@ -334,6 +334,21 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["family-cache"]
 
 
+def test_a_file_that_is_larger_than_the_limit_goes_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    large, older, oldest = (tmp_path / f"jit_{name}-{'1' * 64}-cache" for name in ("large", "older", "oldest"))
+    for age, (path, size) in enumerate(((large, 3_000_000), (older, 900), (oldest, 900))):
+        path.write_bytes(bytes(size))
+        os.utime(path, (time.time() - 100 * age,) * 2)
+    assert trim_files(tmp_path, 1_000_000) == 1800
+    assert set(tmp_path.iterdir()) == {older, oldest}
+    assert caplog.messages == [
+        f"compile cache: {large.name} takes 3 MB, and all may take 1 MB together: it is not kept, and its program is "
+        "compiled again in every process; set COMFY_TPU_CACHE_LIMIT to more"
+    ]
+    assert trim_files(tmp_path, 0) == 0
+    assert len(caplog.messages) == 1, "who wants to keep nothing is not told"
+
+
 def test_partial_files_of_killed_processes_go_and_those_being_written_stay(tmp_path: Path) -> None:
     (tmp_path / "programs").mkdir()
     old, new = (tmp_path / "programs" / f".partial-{digit * 16}" for digit in "ab")

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from comfy_tpu.compiler.cache import LIMIT_VARIABLE
 from comfy_tpu.json_input import parse_json
 
 logger = logging.getLogger(__name__)
@@ -144,12 +145,18 @@ def list_files(directory: Path) -> list[EntryInfo]:
 
 
 def trim_files(directory: Path, limit: int) -> int:
-    """Removes the least recently used files until the cache is within its limit; returns the bytes that are left."""
+    """Removes the least recently used files until the cache is within its limit; returns the bytes that are left.
+
+    A file that is larger than the limit goes first, with a warning: all others would go before it, and it in the end.
+    """
     files = list_files(directory)
     total = sum(info.nbytes for info in files)
     now = time.time()
-    for info in files:
-        is_partial = info.path.name.startswith(_PARTIAL)
+    too_large = [info for info in files if info.nbytes > limit and not _is_partial(info)]
+    if too_large and limit:  # 0: nothing is to be kept
+        _warn_of_size(max(too_large, key=lambda info: info.nbytes), limit)
+    for info in [*too_large, *(info for info in files if info.nbytes <= limit or _is_partial(info))]:
+        is_partial = _is_partial(info)
         if total <= limit and not is_partial:
             continue
         if is_partial and now - info.used < _ABANDONED_SECONDS:
@@ -157,6 +164,21 @@ def trim_files(directory: Path, limit: int) -> int:
         if remove_file(info.path):
             total -= info.nbytes
     return total
+
+
+def _is_partial(info: EntryInfo) -> bool:
+    return info.path.name.startswith(_PARTIAL)
+
+
+def _warn_of_size(info: EntryInfo, limit: int) -> None:
+    logger.warning(
+        "compile cache: %s takes %s, and all may take %s together: it is not kept, and its program is compiled again "
+        "in every process; set %s to more",
+        info.path.name,
+        format_bytes(info.nbytes),
+        format_bytes(limit),
+        LIMIT_VARIABLE,
+    )
 
 
 def remove_file(path: Path) -> bool:
