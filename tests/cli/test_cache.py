@@ -59,6 +59,17 @@ def test_size(cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert capsys.readouterr().out == f"{cache}: 3 files, 3 kB of at most 2 MB\n"
 
 
+def test_a_size_beyond_the_limit_is_not_called_at_most(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMFY_TPU_CACHE_LIMIT", "2KB")
+    assert cli.main(["cache", "size", "--cache-dir", str(cache)]) == 0
+    assert capsys.readouterr().out == (
+        f"{cache}: 3 files, 3 kB, and the limit is 2 kB: the least recently used go when a model is opened\n"
+    )
+    assert (cache / OLD).is_file()
+
+
 def test_clear_leaves_files_of_others(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, "clear", "--cache-dir", str(cache))
     assert (found["removed"], found["files"]) == (3, 0)

@@ -367,6 +367,45 @@ def test_the_store_keeps_the_limit(cache: CacheConfig) -> None:
     assert sum(info.nbytes for info in list_files(cache.directory)) <= 40_000
 
 
+def test_a_limit_that_was_lowered_holds_when_the_store_is_opened(
+    cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cache.directory is not None
+    cache.directory.mkdir()
+
+    def add(digit: str, age: float) -> Path:
+        path = cache.directory / f"jit_x-{digit * 64}-cache"  # type: ignore[operator]
+        path.write_bytes(bytes(1000))
+        os.utime(path, (time.time() - age,) * 2)
+        return path
+
+    old, new = add("1", 60), add("2", 30)
+    open_store(cache)
+    monkeypatch.setenv("COMFY_TPU_CACHE_LIMIT", "1500")
+    assert old.exists()
+    open_store(cache)
+    assert (old.exists(), new.exists()) == (False, True)
+    old = add("1", 60)
+    open_store(cache)
+    assert old.exists(), "once in a process: this looks at every file"
+
+
+def test_a_limit_that_was_lowered_holds_for_programs_that_are_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMFY_TPU_PROGRAM_STORE", "0")
+    jax.clear_caches()
+    Run(CacheConfig(directory=tmp_path), "single")()
+    old = tmp_path / f"jit_old-{'1' * 64}-cache"
+    old.write_bytes(bytes(10**6))
+    os.utime(old, (1, 1))
+    jax.clear_caches()
+    again = Run(CacheConfig(directory=tmp_path, limit_bytes=10**6), "single")
+    again()
+    assert "cache_miss" not in again.stages
+    assert not old.exists()
+
+
 def test_a_use_makes_a_program_recent(cache: CacheConfig) -> None:
     Run(cache, "single")()
     assert cache.directory is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 import os
@@ -177,7 +178,16 @@ def open_store(config: CacheConfig) -> ProgramStore | None:
     directory = usable_cache(config)
     if directory is None:
         return None
-    return ProgramStore(directory, cache_limit(config), writable=writable_cache(config) is not None)
+    limit, is_writable = cache_limit(config), writable_cache(config) is not None
+    if is_writable:
+        _trim_once(directory, limit)
+    return ProgramStore(directory, limit, writable=is_writable)
+
+
+@functools.cache
+def _trim_once(directory: Path, limit: int) -> None:
+    """Removes what is beyond a limit that was lowered since the last process wrote something."""
+    trim_files(directory, limit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,3 +220,5 @@ def keep_limit(config: CacheConfig, lookup: CacheLookup, *, is_new: bool) -> Non
         touch(path)
         if is_new:
             trim_files(directory, cache_limit(config))
+        else:
+            _trim_once(directory, cache_limit(config))
