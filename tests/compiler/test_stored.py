@@ -70,7 +70,8 @@ class Run:
     def __init__(self, cache: CacheConfig, mesh: str = "dp=2,sp=4", **options: Any) -> None:
         self.model = small_models.transformer()
         self.events: list[ProgramEvent] = []
-        options = {"dtype": torch.float32, "cache": cache, "store": open_store(cache), **options}
+        self.store = open_store(cache)
+        options = {"dtype": torch.float32, "cache": cache, "store": self.store, **options}
         self.component = Component(self.model.spec, self.model.config, make_placement(mesh), **options)
 
     def __call__(self, frames: int = 3) -> torch.Tensor:
@@ -310,8 +311,9 @@ def test_a_cache_that_can_only_be_read_is_read_and_left_as_it_is(
         other = Run(used, "single")
         other(frames=2)
         assert "cache_miss" in other.stages
-        store = open_store(used)
+        store = other.store
         assert store is not None
+        assert store.count_programs() == (1, 0)
         assert store.load_program(broken.stem, make_placement("single").mesh) is None
     assert {path: path.read_bytes() for path in used.directory.rglob("*") if path.is_file()} == before
     assert [message.partition(" (")[0] for message in caplog.messages] == [
@@ -404,6 +406,33 @@ def test_a_limit_that_was_lowered_holds_for_programs_that_are_not_stored(
     again()
     assert "cache_miss" not in again.stages
     assert not old.exists()
+
+
+def test_a_store_counts_what_the_next_process_finds(cache: CacheConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache.directory is not None
+
+    def run(frames: int) -> ProgramStore:
+        jax.clear_caches()
+        made = Run(cache, "single")
+        made(frames)
+        assert made.store is not None
+        return made.store
+
+    made = run(3)
+    assert made.count_programs() == run(3).count_programs() == (1, 1)
+    for path in cache.directory.glob("jit_transformer_forward*"):  # as a limit removes it
+        path.unlink()
+    assert made.count_programs() == (1, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "_BEGIN", 0.0)  # the source was changed since
+        assert run(2).count_programs() == (1, 0)
+
+    def fail(*_: Any) -> NoReturn:
+        raise AttributeError
+
+    with monkeypatch.context() as patch:  # a JAX with other names: its own cache has the program
+        patch.setattr("comfy_tpu.compiler.stored.store.describe_calls", fail)
+        assert run(1).count_programs() == (1, 1)
 
 
 def test_a_use_makes_a_program_recent(cache: CacheConfig) -> None:

@@ -49,7 +49,7 @@ class Entries:
 
     def read(self, key: str) -> Mapping[str, Any] | None:
         """The entry of a key; None if there is none, or a damaged one, which is removed."""
-        path = self._path(key)
+        path = self.path(key)
         try:
             content = path.read_bytes()
         except OSError:
@@ -71,7 +71,7 @@ class Entries:
             self.directory.mkdir(parents=True, exist_ok=True)
             partial = self.directory / f"{_PARTIAL}{secrets.token_hex(8)}"
             partial.write_bytes(_pack(entry))  # as readable as JAX's own entries: a cache may have several users
-            partial.replace(self._path(key))
+            partial.replace(self.path(key))
         except OSError as error:
             logger.warning("compile cache %s cannot be written (%s)", self.directory, error.strerror or error)
             if partial is not None:
@@ -82,7 +82,7 @@ class Entries:
         """Removes an entry, if that is possible."""
         if self._writable:
             with contextlib.suppress(OSError):
-                self._path(key).unlink(missing_ok=True)
+                self.path(key).unlink(missing_ok=True)
 
     def all(self) -> Iterator[tuple[EntryInfo, Mapping[str, Any]]]:
         """All entries that can be read. To list them is no use of them: their times stay."""
@@ -91,7 +91,8 @@ class Entries:
                 with contextlib.suppress(OSError, ValueError):
                     yield info, _unpack(_read_keeping_times(info.path))
 
-    def _path(self, key: str) -> Path:
+    def path(self, key: str) -> Path:
+        """The file of an entry, which need not be there."""
         return self.directory / f"{key}{SUFFIX}"
 
 

@@ -55,6 +55,8 @@ class ProgramStore:
     """Bytes of the whole cache."""
     writable: bool = True
     """False: entries are only read; none is written, marked as used or removed."""
+    _files: dict[str, tuple[Path, ...]] = dataclasses.field(default_factory=dict, compare=False)
+    """What the next process needs of each program that was loaded or made here, by its key."""
 
     @property
     def _entries(self) -> Entries:
@@ -121,7 +123,12 @@ class ProgramStore:
             return None
         if self.writable:
             touch(compiled)
+        self._files[key] = (compiled, self._entries.path(key))
         return program
+
+    def count_programs(self) -> tuple[int, int]:
+        """How many programs were loaded or made here, and how many of them the next process finds."""
+        return len(self._files), sum(all(path.is_file() for path in files) for files in self._files.values())
 
     def _drop(self, key: str, compiled: Path, error: Exception) -> None:
         """Removes an entry that cannot be used, and its executable, which JAX would load by its name alone."""
@@ -133,9 +140,10 @@ class ProgramStore:
 
     def save_program(self, key: str, compiled: jax.stages.Compiled, cache_key: str, mesh: Any, **about: Any) -> None:
         """Stores how a program is called, beside its entry in JAX's cache. `about`: for lists."""
+        path = self.directory / f"{cache_key}-cache"
+        self._files[key] = (path,)
         if not self.writable:
             return
-        path = self.directory / f"{cache_key}-cache"
         try:
             program = describe_calls(compiled, mesh)
             checksum = _checksum(read_cache_entry(path.read_bytes()))
@@ -143,6 +151,7 @@ class ProgramStore:
             # AttributeError: a JAX whose objects have other names. Its own cache still has the program.
             logger.info("%s is traced again in the next process (%s)", key, first_line(error))
             return
+        self._files[key] = (path, self._entries.path(key))
         entry = {"kind": "program", "program": program, "compiled": path.name, "checksum": checksum, "about": about}
         self._write(key, entry)
 
