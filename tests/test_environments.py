@@ -43,6 +43,11 @@ ENVIRONMENTS: Mapping[str, Sequence[str]] = {
     ),
     "a user without rights": (f"{HERE}::test_a_user_without_rights",),
     "a read-only home": (f"{HERE}::test_a_read_only_home",),
+    "a read-only cache": (
+        f"{HERE}::test_a_cache_of_another_user",
+        "tests/compiler/test_cache.py::test_a_directory_that_can_only_be_read_is_read",
+        "tests/compiler/test_stored.py::test_a_cache_that_can_only_be_read_is_read_and_left_as_it_is",
+    ),
     "SIGHUP": (
         "tests/cli/test_generate.py::test_interrupt",
         "tests/cli/test_generate.py::test_signal_handlers_are_put_back",
@@ -165,6 +170,41 @@ def test_a_read_only_home(tmp_path: Path) -> None:
     assert "cannot be written" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(home.iterdir()) == []
+
+
+@pytest.mark.slow  # by default: the tests of compiler/ in the table
+def test_a_cache_of_another_user(tmp_path: Path) -> None:
+    """It is read and left as it is; one warning, though a program is missing in it."""
+    before = as_nobody()
+    for path in (tmp_path, *tmp_path.parents):
+        if path.stat().st_uid == os.geteuid() and len(path.parts) > 2:
+            path.chmod(path.stat().st_mode | 0o111)
+    cache, own = tmp_path / "cache", tmp_path / "own"
+    own.mkdir()
+    own.chmod(0o777)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment |= {"COMFY_TPU_PROGRAM_STORE": "1", "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(own)}
+    command = (sys.executable, "-m", "comfy_tpu.cli", "generate", PROMPT, "--cache-dir", str(cache), "--json")
+
+    def run(*more: str) -> tuple[list[bool], str]:
+        done = subprocess.run([*more], cwd=own, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return [program["from_cache"] for program in json.loads(done.stdout)["programs"]], done.stderr
+
+    size = ("--steps", "1", "--num-frames")
+    made, _ = run(*command, *size, "5", "-o", "a.gif")
+    assert not any(made)
+    if os.geteuid() != 0:
+        for path in (cache, cache / "programs"):
+            path.chmod(0o555)
+    files = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+    found, error = run(*before, *command, *size, "5", "-o", "b.gif")
+    assert found == [True] * len(made)
+    assert error.count("programs that it lacks will be compiled again") == 1
+    found, error = run(*before, *command, *size, "9", "-o", "c.gif")
+    assert False in found
+    assert error.count("cannot be written") == 1, error
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == files
 
 
 # disks and clocks

@@ -22,8 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.start.blank_model import make_blank_model
+from comfy_tpu.errors import InvalidValueError, rename_field
+from comfy_tpu.pipeline.atomic import check_directory, check_place
 
 BLANK = "blank-wan-14b"
+LEAST = {"runs": 1, "steps": 1, "prompts": 0}
 _RUN = """
 import json, os, sys, time
 begin = float(os.environ["BEGIN"])
@@ -111,7 +114,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    given.directory.mkdir(parents=True, exist_ok=True)
+    _check(parser, given)
     model = given.model
     if model == BLANK:
         model = str(given.directory / BLANK)
@@ -131,6 +134,23 @@ def main() -> None:
     sys.stdout.write(text + "\n")
     if given.json:
         given.json.write_text(text + "\n", encoding="utf-8")
+
+
+def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Ends with one sentence where an argument would make it fail after minutes; makes the directory."""
+    for name, least in LEAST.items():
+        value = getattr(given, name)
+        if value is not None and value < least:
+            parser.error(f"--{name} {value} is too few; give {least} or more")
+    try:
+        given.directory.mkdir(parents=True, exist_ok=True)
+        check_directory(given.directory, field="directory")
+        if given.json is not None:
+            check_place(given.json, field="json", new_directories=0)
+    except OSError as error:
+        parser.error(f"--directory {given.directory} cannot be made ({error.strerror}); choose another place")
+    except InvalidValueError as error:
+        parser.error(rename_field(str(error), error.field, f"--{error.field}"))
 
 
 def _total(result: dict[str, Any]) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from comfy_tpu.cli import main as cli
+from comfy_tpu.compiler.stored import ProgramStore
 from tests.cli.test_same_bytes import ROOT
 
 SMALL = ("--height", "16", "--width", "16", "--num-frames", "5", "--steps", "3", "--mesh", "single")
@@ -57,6 +58,17 @@ def test_size(cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert found == {"directory": str(cache), "limit_bytes": 2_000_000, "files": 3, "bytes": 3000}
     assert cli.main(["cache", "size", "--cache-dir", str(cache)]) == 0
     assert capsys.readouterr().out == f"{cache}: 3 files, 3 kB of at most 2 MB\n"
+
+
+def test_a_size_beyond_the_limit_is_not_called_at_most(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMFY_TPU_CACHE_LIMIT", "2KB")
+    assert cli.main(["cache", "size", "--cache-dir", str(cache)]) == 0
+    assert capsys.readouterr().out == (
+        f"{cache}: 3 files, 3 kB, and the limit is 2 kB: the least recently used go when a model is opened\n"
+    )
+    assert (cache / OLD).is_file()
 
 
 def test_clear_leaves_files_of_others(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,6 +164,20 @@ def test_warm_that_keeps_nothing_fails(
     for directory in ("empty", "file"):
         assert cli.main(["warm", "demo", "--cache-dir", str(tmp_path / directory)]) == 1
         assert f"none is kept: {tmp_path / directory} cannot be written, or its limit" in capsys.readouterr().err
+
+
+def test_warm_that_keeps_a_part_says_how_much_and_fails(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMFY_TPU_PROGRAM_STORE", "1")
+    monkeypatch.setattr("comfy_tpu.pipeline.warming.warm_request", lambda *_: None)
+    assert cli.main(["warm", "demo", "--cache-dir", str(cache)]) == 0
+    monkeypatch.setattr(ProgramStore, "count_programs", lambda self: (9, 4))
+    capsys.readouterr()
+    assert cli.main(["warm", "demo", "--cache-dir", str(cache)]) == 1
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert f"4 of 9 programs, with those that load weights, are kept: {cache} cannot be written" in error
 
 
 def test_warm_checks_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:

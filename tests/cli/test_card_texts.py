@@ -55,3 +55,14 @@ def test_texts(monkeypatch):
     assert card_texts.size_names() == (
         "480P, 720P for Wan, HunyuanVideo-1.5; 512, 768, 1024 for Flux.1, Flux.2; 480P, 512P for LTX-Video"
     )
+
+
+@pytest.mark.parametrize("command", ["generate", "warm", "plan"])
+def test_presets_and_sizes_are_not_mixed_up(capsys, command):
+    text = read_help(capsys, command)
+    sizes = text.partition("--size SIZE " if command == "plan" else "--size NAME ")[2].partition(" --")[0]
+    presets = text.partition("--preset NAME ")[2].partition(" --")[0]
+    assert "480P" in sizes
+    assert "4step, 8step for Wan" in presets
+    assert "720P" not in presets
+    assert "step" not in sizes

@@ -23,17 +23,22 @@ from jax._src.lru_cache import LRUCache
 from jax.experimental.compilation_cache import compilation_cache
 
 import comfy_tpu
-from comfy_tpu.compiler.cache import cache_directory, enable_cache
+from comfy_tpu.compiler.cache import cache_directory, count_compilations, enable_cache
 from comfy_tpu.config import AttentionConfig, CacheConfig
 from comfy_tpu.kernels import attention
 from comfy_tpu.kernels.hopper import hopper_attention
 from comfy_tpu.quiet import quiet
+from tests.compiler.read_only import read_only
 from tests.kernels.attention_reference import absent_placement
 
 PROCESS = Path(__file__).with_name("run_small_transformer.py")
 
 
-SETTINGS = ("jax_compilation_cache_dir", "jax_hlo_source_file_canonicalization_regex")
+SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_hlo_source_file_canonicalization_regex",
+    "jax_persistent_cache_min_compile_time_secs",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -160,6 +165,37 @@ def test_a_directory_that_cannot_be_written_warns_and_compiles(
     assert "cannot be written (Not a directory)" in caplog.text
     assert "choose another directory with --cache-dir or JAX_COMPILATION_CACHE_DIR" in caplog.text
     assert jax.jit(doubled)(np.ones(7)).shape == (7,)
+
+
+def test_a_directory_that_can_only_be_read_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def is_cached(size: int) -> bool:
+        jax.clear_caches()
+        with count_compilations() as count:
+            jax.jit(doubled).lower(np.ones(size)).compile()
+        return count.compiled == 0
+
+    enable_cache(CacheConfig(directory=tmp_path / "full"))
+    assert not is_cached(13)
+    shutil.copytree(tmp_path / "full", tmp_path / "copy")
+    with read_only(tmp_path / "copy"), caplog.at_level(logging.WARNING), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert enable_cache(CacheConfig(directory=tmp_path / "copy")) == tmp_path / "copy"
+        assert is_cached(13)
+        assert not is_cached(15)
+        # Whoever sets this again in the same process is not answered with warnings either.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        with quiet():
+            assert not is_cached(16)
+            warnings.warn("Error reading persistent compilation cache entry for 'jit_doubled': broken", stacklevel=1)
+    assert [message.partition(" (")[0] for message in caplog.messages] == [
+        f"compile cache {tmp_path / 'copy'} cannot be written",
+        "compile cache: the stored jit_doubled is damaged",
+    ]
+    assert "programs that it lacks will be compiled again in every process; choose another directory" in caplog.text
+    assert entries(tmp_path / "copy") == entries(tmp_path / "full")
+    enable_cache(CacheConfig(directory=tmp_path / "full"))
+    assert not is_cached(15)
+    assert len(entries(tmp_path / "full")) == 2, "a directory that can be written is written again"
 
 
 def test_a_full_disk_is_one_warning_and_leaves_no_half_of_a_program(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -69,7 +70,8 @@ class Run:
     def __init__(self, cache: CacheConfig, mesh: str = "dp=2,sp=4", **options: Any) -> None:
         self.model = small_models.transformer()
         self.events: list[ProgramEvent] = []
-        options = {"dtype": torch.float32, "cache": cache, "store": open_store(cache), **options}
+        self.store = open_store(cache)
+        options = {"dtype": torch.float32, "cache": cache, "store": self.store, **options}
         self.component = Component(self.model.spec, self.model.config, make_placement(mesh), **options)
 
     def __call__(self, frames: int = 3) -> torch.Tensor:
@@ -287,6 +289,39 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pyte
     assert "cannot be written" in caplog.text
 
 
+def test_a_cache_that_can_only_be_read_is_read_and_left_as_it_is(
+    used: CacheConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The directory only says that it cannot be written: what tries to write it all the same is seen."""
+
+    def refuse(**_: Any) -> NoReturn:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    assert used.directory is not None
+    broken = used.directory / "programs" / f"transformer.forward-{'0' * 40}.entry"
+    broken.write_bytes(b"damaged")
+    before = {path: path.read_bytes() for path in used.directory.rglob("*") if path.is_file()}
+    monkeypatch.setattr("comfy_tpu.compiler.cache.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr(os, "utime", lambda *_, **__: pytest.fail("a file is marked as used"))
+    jax.clear_caches()
+    with caplog.at_level("WARNING"):
+        first = Run(CacheConfig(directory=used.directory, limit_bytes=1), "single")
+        assert first().isfinite().all()
+        assert first.stages == STORED
+        other = Run(used, "single")
+        other(frames=2)
+        assert "cache_miss" in other.stages
+        store = other.store
+        assert store is not None
+        assert store.count_programs() == (1, 0)
+        assert store.load_program(broken.stem, make_placement("single").mesh) is None
+    assert {path: path.read_bytes() for path in used.directory.rglob("*") if path.is_file()} == before
+    assert [message.partition(" (")[0] for message in caplog.messages] == [
+        f"compile cache {used.directory} cannot be written",
+        f"compile cache: {broken.name} is damaged",
+    ]
+
+
 def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     now = time.time()
     names = [f"jit_new-{'1' * 64}-cache", f"programs/middle-{'2' * 40}.entry", f"jit_old-{'3' * 64}-cache"]
@@ -299,6 +334,21 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     assert [info.path for info in list_files(tmp_path)] == [tmp_path / names[1], tmp_path / names[0]]
     assert trim_files(tmp_path, 0) == 0
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["family-cache"]
+
+
+def test_a_file_that_is_larger_than_the_limit_goes_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    large, older, oldest = (tmp_path / f"jit_{name}-{'1' * 64}-cache" for name in ("large", "older", "oldest"))
+    for age, (path, size) in enumerate(((large, 3_000_000), (older, 900), (oldest, 900))):
+        path.write_bytes(bytes(size))
+        os.utime(path, (time.time() - 100 * age,) * 2)
+    assert trim_files(tmp_path, 1_000_000) == 1800
+    assert set(tmp_path.iterdir()) == {older, oldest}
+    assert caplog.messages == [
+        f"compile cache: {large.name} takes 3 MB, and all may take 1 MB together: it is not kept, and its program is "
+        "compiled again in every process; set COMFY_TPU_CACHE_LIMIT to more"
+    ]
+    assert trim_files(tmp_path, 0) == 0
+    assert len(caplog.messages) == 1, "who wants to keep nothing is not told"
 
 
 def test_partial_files_of_killed_processes_go_and_those_being_written_stay(tmp_path: Path) -> None:
@@ -317,6 +367,72 @@ def test_the_store_keeps_the_limit(cache: CacheConfig) -> None:
     store = ProgramStore(cache.directory, 40_000)
     store.fact("small", "a", lambda: 1)
     assert sum(info.nbytes for info in list_files(cache.directory)) <= 40_000
+
+
+def test_a_limit_that_was_lowered_holds_when_the_store_is_opened(
+    cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cache.directory is not None
+    cache.directory.mkdir()
+
+    def add(digit: str, age: float) -> Path:
+        path = cache.directory / f"jit_x-{digit * 64}-cache"  # type: ignore[operator]
+        path.write_bytes(bytes(1000))
+        os.utime(path, (time.time() - age,) * 2)
+        return path
+
+    old, new = add("1", 60), add("2", 30)
+    open_store(cache)
+    monkeypatch.setenv("COMFY_TPU_CACHE_LIMIT", "1500")
+    assert old.exists()
+    open_store(cache)
+    assert (old.exists(), new.exists()) == (False, True)
+    old = add("1", 60)
+    open_store(cache)
+    assert old.exists(), "once in a process: this looks at every file"
+
+
+def test_a_limit_that_was_lowered_holds_for_programs_that_are_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMFY_TPU_PROGRAM_STORE", "0")
+    jax.clear_caches()
+    Run(CacheConfig(directory=tmp_path), "single")()
+    old = tmp_path / f"jit_old-{'1' * 64}-cache"
+    old.write_bytes(bytes(10**6))
+    os.utime(old, (1, 1))
+    jax.clear_caches()
+    again = Run(CacheConfig(directory=tmp_path, limit_bytes=10**6), "single")
+    again()
+    assert "cache_miss" not in again.stages
+    assert not old.exists()
+
+
+def test_a_store_counts_what_the_next_process_finds(cache: CacheConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache.directory is not None
+
+    def run(frames: int) -> ProgramStore:
+        jax.clear_caches()
+        made = Run(cache, "single")
+        made(frames)
+        assert made.store is not None
+        return made.store
+
+    made = run(3)
+    assert made.count_programs() == run(3).count_programs() == (1, 1)
+    for path in cache.directory.glob("jit_transformer_forward*"):  # as a limit removes it
+        path.unlink()
+    assert made.count_programs() == (1, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "_BEGIN", 0.0)  # the source was changed since
+        assert run(2).count_programs() == (1, 0)
+
+    def fail(*_: Any) -> NoReturn:
+        raise AttributeError
+
+    with monkeypatch.context() as patch:  # a JAX with other names: its own cache has the program
+        patch.setattr("comfy_tpu.compiler.stored.store.describe_calls", fail)
+        assert run(1).count_programs() == (1, 1)
 
 
 def test_a_use_makes_a_program_recent(cache: CacheConfig) -> None:
@@ -496,6 +612,16 @@ def test_programs_are_listed_with_their_sizes(cache: CacheConfig) -> None:
     listed = {program.name: program for program in list_programs(cache.directory)}
     assert listed["transformer.forward"].device == "cpu"
     assert listed["transformer.forward"].nbytes > 10_000
+
+
+def test_to_list_programs_is_no_use_of_them(used: CacheConfig) -> None:
+    assert used.directory is not None
+    for path in used.directory.rglob("*"):
+        os.utime(path, (1, 2))  # read before it was written: the next reading is noted on most file systems
+    for _ in range(2):
+        listed = list_programs(used.directory)
+        assert [program.used for program in listed] == [2] * len(listed) != []
+    assert {(info.path.stat().st_atime, info.used) for info in list_files(used.directory)} == {(1, 2)}
 
 
 def test_a_blank_source_has_the_headers_of_a_checkpoint_and_zeros() -> None:

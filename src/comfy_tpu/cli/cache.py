@@ -89,5 +89,11 @@ def _lines(action: str, report: dict[str, Any]) -> list[str]:
     if action == "clear":
         lines.append(f"{report['removed']} files removed")
     size, limit = format_bytes(report["bytes"]), format_bytes(report["limit_bytes"])
-    lines.append(f"{report['directory']}: {report['files']} files, {size} of at most {limit}")
+    if report["bytes"] <= report["limit_bytes"]:
+        lines.append(f"{report['directory']}: {report['files']} files, {size} of at most {limit}")
+    else:
+        lines.append(
+            f"{report['directory']}: {report['files']} files, {size}, and the limit is {limit}: the least recently "
+            "used go when a model is opened"
+        )
     return lines

@@ -36,7 +36,7 @@ def preset_names() -> str:
     """Names of presets: "4step, 8step for Wan; turbo for Flux.1"."""
 
     def presets(card: FamilyCard) -> str:
-        return ", ".join(sorted({name for model in card.models for name in model.sizes}, key=_size_key))
+        return ", ".join(sorted({name for model in card.models for name in model.presets}, key=_size_key))
 
     return _by_family(presets)
 

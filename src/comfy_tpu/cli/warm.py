@@ -43,5 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"{len(programs)} programs were compiled and none is kept: {directory} cannot be written, or its limit is "
             "smaller than a program; choose another --cache-dir, or a larger COMFY_TPU_CACHE_LIMIT"
         )
+    store = session.pipeline.running.store
+    needed, kept = (0, 0) if store is None else store.count_programs()
+    if kept < needed:
+        raise InvalidValueError(
+            f"{kept} of {needed} programs, with those that load weights, are kept: {directory} cannot be written, all "
+            "of them are larger than its limit, or comfy-tpu or a library was changed meanwhile; choose another "
+            "--cache-dir or a larger COMFY_TPU_CACHE_LIMIT, or run it again"
+        )
     print_text(f"{len(programs)} programs, {len(compiled)} of them compiled now; {directory} has {format_bytes(total)}")
     return 0

@@ -7,12 +7,14 @@ import dataclasses
 import functools
 import glob
 import logging
+import math
 import os
 import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import platformdirs
 
@@ -62,23 +64,38 @@ def parse_limit(text: str) -> int:
     return int(float(found[1]) * 1000 ** " KMGT".index(found[2] or " "))
 
 
+def usable_cache(config: CacheConfig) -> Path | None:
+    """The directory of the compile cache, made if need be; None where it is off, or can neither be written nor read.
+
+    A directory that cannot be written is warned of.
+    """
+    directory = cache_directory(config)
+    return directory if config.enabled and _find_access(directory) != "none" else None
+
+
 def writable_cache(config: CacheConfig) -> Path | None:
-    """The directory of the compile cache, made if need be; None where it is off, or, with a warning, not writable."""
-    return _writable_or_none(cache_directory(config)) if config.enabled else None
+    """`usable_cache`, but None where it can only be read."""
+    directory = usable_cache(config)
+    return directory if directory is not None and _find_access(directory) == "write" else None
 
 
 def enable_cache(config: CacheConfig) -> Path | None:
-    """Turns JAX's persistent cache on for this process; None, with a warning, if the directory cannot be written."""
+    """Turns JAX's persistent cache on for this process; None, with a warning, if the directory cannot be used.
+
+    From a directory that cannot be written, with a warning too, programs are only read.
+    """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    directory = writable_cache(config)
+    directory = usable_cache(config)
     text = None if directory is None else str(directory)
     if jax.config.values["jax_compilation_cache_dir"] != text:
         jax.config.update("jax_compilation_cache_dir", text)
         compilation_cache.reset_cache()  # JAX opens its cache once, possibly before this call
-    # Small programs count too: a second process must compile nothing at all.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # Small programs count too: a second process must compile nothing at all. JAX warns of each write that fails, so it
+    # is not to write where it cannot.
+    shortest = math.inf if directory is not None and _find_access(directory) == "read" else 0.0
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     _remove_paths_from_keys()
     _handle_cache_warnings()
@@ -102,20 +119,21 @@ def _remove_paths_from_keys() -> None:
 
 
 @functools.cache  # one answer, and one warning, per directory
-def _writable_or_none(directory: Path) -> Path | None:
+def _find_access(directory: Path) -> Literal["write", "read", "none"]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
-            pass
+            return "write"
     except OSError as error:
+        is_readable = os.access(f"{directory}/.", os.R_OK | os.X_OK)  # "/.": False for a file
         logger.warning(
-            "compile cache %s cannot be written (%s): programs will be compiled again in every process; "
+            "compile cache %s cannot be written (%s): programs%s will be compiled again in every process; "
             "choose another directory with --cache-dir or JAX_COMPILATION_CACHE_DIR",
             directory,
             error.strerror or error,
+            " that it lacks" if is_readable else "",
         )
-        return None
-    return directory
+    return "read" if is_readable else "none"
 
 
 def _replace_damaged_entry(warning: re.Match[str]) -> None:
@@ -130,6 +148,8 @@ def _replace_damaged_entry(warning: re.Match[str]) -> None:
     if directory is None:
         return
     logger.warning("compile cache: the stored %s is damaged (%s); compiling it again", warning["program"], warning[0])
+    if _find_access(Path(directory)) != "write":
+        return
     entries = list(Path(directory).glob(f"{glob.escape(warning['program'])}-*-cache"))
     # The warning does not say which shape's entry it was. Where none shows its damage, all go.
     for entry in [entry for entry in entries if _is_damaged(entry)] or entries:
@@ -147,7 +167,7 @@ def _report_failed_write(warning: re.Match[str]) -> None:
     import jax
 
     directory = jax.config.values["jax_compilation_cache_dir"]
-    if directory is None:
+    if directory is None or _find_access(Path(directory)) != "write":
         return
     for entry in Path(directory).glob(f"{glob.escape(warning['program'])}-*-cache"):
         with contextlib.suppress(OSError):

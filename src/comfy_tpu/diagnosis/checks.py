@@ -160,7 +160,8 @@ def check_memory(memory: HostMemory) -> Finding:
 def check_compile_cache(cache: Directory) -> Finding:
     fix = "export JAX_COMPILATION_CACHE_DIR=/a/writable/directory"
     if not cache.writable:
-        return Finding("compile cache", "warning", f"{cache.path} cannot be written: every process compiles anew", fix)
+        detail = f"{cache.path} cannot be written: every process compiles anew what it lacks"
+        return Finding("compile cache", "warning", detail, fix)
     state = f"{cache.entries} programs, {format_bytes(cache.size_bytes)}" if cache.exists else "not made yet"
     detail = f"{cache.path} ({state}; {format_bytes(cache.free_bytes)} free on the disk)"
     if cache.free_bytes < LOW_DISK_BYTES:

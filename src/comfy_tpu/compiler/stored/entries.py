@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from comfy_tpu.compiler.cache import LIMIT_VARIABLE
 from comfy_tpu.json_input import parse_json
 
 logger = logging.getLogger(__name__)
@@ -40,14 +41,15 @@ class EntryInfo:
 
 
 class Entries:
-    """JSON documents in a directory by their keys."""
+    """JSON documents in a directory by their keys. `writable`: whether reading may mark and remove files."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, writable: bool = True) -> None:
         self.directory = directory
+        self._writable = writable
 
     def read(self, key: str) -> Mapping[str, Any] | None:
         """The entry of a key; None if there is none, or a damaged one, which is removed."""
-        path = self._path(key)
+        path = self.path(key)
         try:
             content = path.read_bytes()
         except OSError:
@@ -58,7 +60,8 @@ class Entries:
             logger.warning("compile cache: %s is damaged (%s); making it again", path.name, error)
             self.remove(key)
             return None
-        touch(path)
+        if self._writable:
+            touch(path)
         return entry
 
     def write(self, key: str, entry: Mapping[str, Any]) -> None:
@@ -68,7 +71,7 @@ class Entries:
             self.directory.mkdir(parents=True, exist_ok=True)
             partial = self.directory / f"{_PARTIAL}{secrets.token_hex(8)}"
             partial.write_bytes(_pack(entry))  # as readable as JAX's own entries: a cache may have several users
-            partial.replace(self._path(key))
+            partial.replace(self.path(key))
         except OSError as error:
             logger.warning("compile cache %s cannot be written (%s)", self.directory, error.strerror or error)
             if partial is not None:
@@ -76,17 +79,20 @@ class Entries:
                     partial.unlink(missing_ok=True)
 
     def remove(self, key: str) -> None:
-        with contextlib.suppress(OSError):
-            self._path(key).unlink(missing_ok=True)
+        """Removes an entry, if that is possible."""
+        if self._writable:
+            with contextlib.suppress(OSError):
+                self.path(key).unlink(missing_ok=True)
 
     def all(self) -> Iterator[tuple[EntryInfo, Mapping[str, Any]]]:
-        """All entries that can be read."""
+        """All entries that can be read. To list them is no use of them: their times stay."""
         for info in list_files(self.directory.parent):
             if info.path.suffix == SUFFIX:
                 with contextlib.suppress(OSError, ValueError):
-                    yield info, _unpack(info.path.read_bytes())
+                    yield info, _unpack(_read_keeping_times(info.path))
 
-    def _path(self, key: str) -> Path:
+    def path(self, key: str) -> Path:
+        """The file of an entry, which need not be there."""
         return self.directory / f"{key}{SUFFIX}"
 
 
@@ -94,6 +100,14 @@ def touch(path: Path) -> None:
     """Marks a file as used now: file systems are often mounted without times of access. When it was written stays."""
     with contextlib.suppress(OSError):
         os.utime(path, (time.time(), path.stat().st_mtime))
+
+
+def _read_keeping_times(path: Path) -> bytes:
+    before = path.stat()
+    content = path.read_bytes()
+    with contextlib.suppress(OSError):  # the file of another user
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    return content
 
 
 def _pack(entry: Mapping[str, Any]) -> bytes:
@@ -132,12 +146,18 @@ def list_files(directory: Path) -> list[EntryInfo]:
 
 
 def trim_files(directory: Path, limit: int) -> int:
-    """Removes the least recently used files until the cache is within its limit; returns the bytes that are left."""
+    """Removes the least recently used files until the cache is within its limit; returns the bytes that are left.
+
+    A file that is larger than the limit goes first, with a warning: all others would go before it, and it in the end.
+    """
     files = list_files(directory)
     total = sum(info.nbytes for info in files)
     now = time.time()
-    for info in files:
-        is_partial = info.path.name.startswith(_PARTIAL)
+    too_large = [info for info in files if info.nbytes > limit and not _is_partial(info)]
+    if too_large and limit:  # 0: nothing is to be kept
+        _warn_of_size(max(too_large, key=lambda info: info.nbytes), limit)
+    for info in [*too_large, *(info for info in files if info.nbytes <= limit or _is_partial(info))]:
+        is_partial = _is_partial(info)
         if total <= limit and not is_partial:
             continue
         if is_partial and now - info.used < _ABANDONED_SECONDS:
@@ -145,6 +165,21 @@ def trim_files(directory: Path, limit: int) -> int:
         if remove_file(info.path):
             total -= info.nbytes
     return total
+
+
+def _is_partial(info: EntryInfo) -> bool:
+    return info.path.name.startswith(_PARTIAL)
+
+
+def _warn_of_size(info: EntryInfo, limit: int) -> None:
+    logger.warning(
+        "compile cache: %s takes %s, and all may take %s together: it is not kept, and its program is compiled again "
+        "in every process; set %s to more",
+        info.path.name,
+        format_bytes(info.nbytes),
+        format_bytes(limit),
+        LIMIT_VARIABLE,
+    )
 
 
 def remove_file(path: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 import os
@@ -13,7 +14,7 @@ from typing import Any
 
 import jax
 
-from comfy_tpu.compiler.cache import CacheLookup, cache_limit, writable_cache
+from comfy_tpu.compiler.cache import CacheLookup, cache_limit, usable_cache, writable_cache
 from comfy_tpu.compiler.stored.entries import FOLDER, Entries, is_cache_name, touch, trim_files
 from comfy_tpu.compiler.stored.executable import StoredExecutable, describe_calls, first_line, read_cache_entry
 from comfy_tpu.compiler.stored.identity import (
@@ -52,10 +53,14 @@ class ProgramStore:
     directory: Path
     limit: int
     """Bytes of the whole cache."""
+    writable: bool = True
+    """False: entries are only read; none is written, marked as used or removed."""
+    _files: dict[str, tuple[Path, ...]] = dataclasses.field(default_factory=dict, compare=False)
+    """What the next process needs of each program that was loaded or made here, by its key."""
 
     @property
     def _entries(self) -> Entries:
-        return Entries(self.directory / FOLDER)
+        return Entries(self.directory / FOLDER, writable=self.writable)
 
     def fact(
         self,
@@ -116,19 +121,29 @@ class ProgramStore:
                 raise
             self._drop(key, compiled, error)
             return None
-        touch(compiled)
+        if self.writable:
+            touch(compiled)
+        self._files[key] = (compiled, self._entries.path(key))
         return program
+
+    def count_programs(self) -> tuple[int, int]:
+        """How many programs were loaded or made here, and how many of them the next process finds."""
+        return len(self._files), sum(all(path.is_file() for path in files) for files in self._files.values())
 
     def _drop(self, key: str, compiled: Path, error: Exception) -> None:
         """Removes an entry that cannot be used, and its executable, which JAX would load by its name alone."""
         logger.warning("compile cache: %s is damaged (%s); making it again", compiled.name, first_line(error))
-        with contextlib.suppress(OSError):
-            compiled.unlink(missing_ok=True)
-        self._entries.remove(key)
+        if self.writable:
+            with contextlib.suppress(OSError):
+                compiled.unlink(missing_ok=True)
+            self._entries.remove(key)
 
     def save_program(self, key: str, compiled: jax.stages.Compiled, cache_key: str, mesh: Any, **about: Any) -> None:
         """Stores how a program is called, beside its entry in JAX's cache. `about`: for lists."""
         path = self.directory / f"{cache_key}-cache"
+        self._files[key] = (path,)
+        if not self.writable:
+            return
         try:
             program = describe_calls(compiled, mesh)
             checksum = _checksum(read_cache_entry(path.read_bytes()))
@@ -136,10 +151,13 @@ class ProgramStore:
             # AttributeError: a JAX whose objects have other names. Its own cache still has the program.
             logger.info("%s is traced again in the next process (%s)", key, first_line(error))
             return
+        self._files[key] = (path, self._entries.path(key))
         entry = {"kind": "program", "program": program, "compiled": path.name, "checksum": checksum, "about": about}
         self._write(key, entry)
 
     def _write(self, key: str, entry: Mapping[str, Any]) -> None:
+        if not self.writable:
+            return
         if is_changed_since_start():
             logger.info("%s is not stored: what it was made by has changed since this process began", key)
             return
@@ -166,8 +184,19 @@ def open_store(config: CacheConfig) -> ProgramStore | None:
     """
     if os.environ.get(STORE_VARIABLE, "").strip() == "0":
         return None
-    directory = writable_cache(config)
-    return None if directory is None else ProgramStore(directory, cache_limit(config))
+    directory = usable_cache(config)
+    if directory is None:
+        return None
+    limit, is_writable = cache_limit(config), writable_cache(config) is not None
+    if is_writable:
+        _trim_once(directory, limit)
+    return ProgramStore(directory, limit, writable=is_writable)
+
+
+@functools.cache
+def _trim_once(directory: Path, limit: int) -> None:
+    """Removes what is beyond a limit that was lowered since the last process wrote something."""
+    trim_files(directory, limit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,3 +229,5 @@ def keep_limit(config: CacheConfig, lookup: CacheLookup, *, is_new: bool) -> Non
         touch(path)
         if is_new:
             trim_files(directory, cache_limit(config))
+        else:
+            _trim_once(directory, cache_limit(config))
