@@ -11,7 +11,7 @@ from comfy_tpu.families.context import ContextWindows
 from comfy_tpu.pipeline.noise import shuffle_noise
 from tools.demo_model.captions import MOTIONS, Attributes
 from tools.demo_model.clips import FRAMES, draw, make_clips, sample_training_tracks
-from tools.demo_model.evaluate_long import find_seam
+from tools.demo_model.evaluate_long import SETTLED, find_seam
 from tools.demo_model.long_clips import (
     LONGEST,
     OVERLAP,
@@ -106,3 +106,5 @@ def test_a_jump_is_a_seam_and_a_steady_motion_is_none():
     assert find_seam(video) < 1.5
     jumping = np.concatenate([video, video])
     assert find_seam(jumping) > 2
+    assert find_seam(jumping, begin=SETTLED) > 2
+    assert find_seam(jumping, begin=SETTLED + 1) < 1.5

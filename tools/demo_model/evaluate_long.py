@@ -14,6 +14,8 @@ from tools.demo_model.evaluate import evaluate, options, tally
 from tools.demo_model.sheet import SHOWN_FRAMES, write_sheet
 
 FRAMES = 161
+FIRST = 4  # changes from the first latent's frame to those of the next one, in no measure
+SETTLED = 16  # changes after which things have taken their place, in short videos as well
 CONTEXT = {
     "context": str,
     "context_frames": int,
@@ -34,16 +36,16 @@ def generate_long(model: Path, prompts: list[str], guidance: float, seed: int, *
         yield torch.cat(list(pipeline.generate(prompt, chosen)), dim=1).numpy()[0]
 
 
-def find_seam(video: np.ndarray) -> float:
+def find_seam(video: np.ndarray, begin: int = FIRST) -> float:
     """The largest change between two frames, in units of what is usual in this video at the same place of a latent.
 
     A decoder makes four frames of a latent, and its changes from one latent to the next are larger than those within.
     Where the usual change is less than a file of eight bits can hold, as in videos of things that are still, the unit
-    is what it can hold.
+    is what it can hold. ``begin``: the first change that is looked at.
     """
-    changes = np.sqrt(np.square(np.diff(video.astype(np.float64), axis=0)).mean(axis=(1, 2, 3)))[4:]
-    usual = np.array([max(np.median(changes[place::4]), 1 / 255) for place in range(4)])
-    return float((changes / usual[np.arange(len(changes)) % 4]).max())
+    changes = np.sqrt(np.square(np.diff(video.astype(np.float64), axis=0)).mean(axis=(1, 2, 3)))
+    usual = np.array([max(np.median(changes[FIRST + place :: 4]), 1 / 255) for place in range(4)])
+    return float((changes / usual[np.arange(len(changes)) % 4])[begin:].max())
 
 
 def main() -> None:
@@ -62,10 +64,12 @@ def main() -> None:
 
     def judge(videos: np.ndarray) -> dict:
         seams = [round(find_seam(video), 2) for video in videos]
+        later = [round(find_seam(video, begin=SETTLED), 2) for video in videos]
         shown = np.linspace(0, videos.shape[1] - 1, len(SHOWN_FRAMES)).round().astype(int)
         if arguments.sheet:
             write_sheet(arguments.sheet.with_stem(arguments.sheet.stem + "-whole"), videos, frames=shown)
-        return {**tally(videos, wanted), "seams": seams, "largest_seam": max(seams)}
+        found = {"seams": seams, "largest_seam": max(seams), "seams_over_2": sum(seam > 2 for seam in seams)}
+        return {**tally(videos, wanted), **found, "later_seams_over_2": sum(seam > 2 for seam in later)}
 
     evaluate(arguments, make, judge)
 

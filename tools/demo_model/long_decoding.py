@@ -96,7 +96,7 @@ class LongClipPool:
         if self._errors is None or not hard:
             return even
         shares = self._errors[:, min(part, self._errors.shape[1] - 1)]
-        return torch.cat([even, torch.multinomial(shares, hard, generator=self._generator)])
+        return torch.cat([even, torch.multinomial(shares, hard, replacement=True, generator=self._generator)])
 
     def _uniform(self) -> float:
         return float(torch.rand((), generator=self._generator, device=self._latents.device))
