@@ -16,9 +16,7 @@ from tools.demo_model.shortcuts import take_whole_clips
 from tools.demo_model.train_vae import VaeTraining, _distance
 
 DEMO = Path(__file__).parents[2] / "src" / "comfy_tpu" / "assets" / "demo"
-SETTINGS = LongDecoding(
-    clips=3, latents=4, batch=4, frames=9, beginnings=1.0, noise=0.0, hard=1.0, denoised_by=""
-)
+SETTINGS = LongDecoding(clips=3, latents=4, batch=4, frames=9, beginnings=1.0, noise=0.0, hard=1.0, denoised_by="")
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -1,6 +1,6 @@
 """Average the weights of VAEs that were trained on from the same one: what each alone gets wrong becomes less.
 
-python -m tools.demo_model.average build/decoder-a/vae:0.3 build/decoder-b/vae:0.7 --output src/comfy_tpu/assets/demo/vae
+python -m tools.demo_model.average build/a/vae:0.3 build/b/vae:0.7 --output src/comfy_tpu/assets/demo/vae
 """
 
 import argparse
