@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from comfy_tpu.jobs.worker_thread import GROUPS_AHEAD
 from tests.serving.stand_in import running
-from tests.serving.test_api import create
+from tests.serving.test_api import create, wait_for
 
 KEYS = {"ann": "a-key-of-ann-0001", "bob": "a-key-of-bob-0001"}
 
@@ -58,6 +59,9 @@ def test_each_client_has_its_share_of_a_full_queue(tmp_path: Path) -> None:
 
     with running(tmp_path, keys=KEYS, limits=Limits(queued_jobs=4)) as (client, _, executor):
         ann, bob = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
+        for _ in range(GROUPS_AHEAD):  # those that the worker takes, and none later
+            taken = client.post("/v1/videos", json={"prompt": "wait"}, headers=ann).json()
+            wait_for(client, taken["id"], "in_progress", headers=ann)
         while client.post("/v1/videos", json={"prompt": "wait"}, headers=ann).status_code == 200:
             pass
         statuses = [client.post("/v1/videos", json={"prompt": "wait"}, headers=bob).status_code for _ in range(4)]
