@@ -12,6 +12,7 @@ from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.serving.activity import Activity
 from comfy_tpu.serving.logs import JsonFormatter
 from comfy_tpu.serving.tracing import start_tracer
+from tests import waiting
 from tests.serving.stand_in import running
 from tests.serving.test_api import create, wait_for
 
@@ -85,7 +86,8 @@ def test_an_estimate_leaves_out_what_the_first_job_waited_for(tmp_path: Path, mo
     monkeypatch.setattr(Activity, "preparation_seconds", lambda self, id_: {"loading": 0.25, "compiling": 0.5})
     with running(tmp_path) as (client, _, _):
         wait_for(client, create(client)["id"], "completed")  # in one second, its worker says
-        assert create(client)["estimated_seconds"] == pytest.approx(0.25)
+        estimate = waiting.wait_for(lambda: create(client)["estimated_seconds"])  # learned just after that
+        assert estimate == pytest.approx(0.25)
         found = read_metrics(client)
         assert found['comfy_tpu_stage_seconds_total{stage="compiling"}'] >= 0.5
     with running(tmp_path) as (client, _, _):  # from the ledger
