@@ -139,7 +139,7 @@ def test_kernels_do_not_name_the_directory_they_are_installed_in(lower: Callable
 
 
 def test_only_the_damaged_entry_is_replaced(tmp_path: Path) -> None:
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    enable_cache(CacheConfig(directory=tmp_path))
     healthy, damaged = tmp_path / "jit_step-aaaa-cache", tmp_path / "jit_step-bbbb-cache"
     healthy.write_bytes(compress_executable(b"program"))
     damaged.write_bytes(b"garbage")
