@@ -123,13 +123,18 @@ def as_nobody() -> Sequence[str]:
     return _NOBODY
 
 
+def _let_others_pass(directory: Path) -> None:
+    """Another user may go through `directory` and those above it to what it may read there."""
+    for path in (directory, *directory.parents):
+        if path.stat().st_uid == os.geteuid() and len(path.parts) > 2:
+            path.chmod(path.stat().st_mode | 0o111)
+
+
 @pytest.mark.slow
 def test_a_user_without_rights(tmp_path: Path) -> None:
     """In a folder of its own everything works; in another's, one sentence, and nothing is left."""
     before = as_nobody()
-    for path in (tmp_path, *tmp_path.parents):
-        if path.stat().st_uid == os.geteuid() and len(path.parts) > 2:
-            path.chmod(path.stat().st_mode | 0o111)
+    _let_others_pass(tmp_path)
     own, others = tmp_path / "own", tmp_path / "others"
     own.mkdir(mode=0o777)
     own.chmod(0o777)
@@ -148,9 +153,7 @@ def test_a_user_without_rights(tmp_path: Path) -> None:
 def test_a_read_only_home(tmp_path: Path) -> None:
     """The demo model on XLA, with no place for the compile cache: a warning, and the video."""
     before = as_nobody()
-    for path in (tmp_path, *tmp_path.parents):
-        if path.stat().st_uid == os.geteuid() and len(path.parts) > 2:
-            path.chmod(path.stat().st_mode | 0o111)
+    _let_others_pass(tmp_path)
     home, own = tmp_path / "home", tmp_path / "own"
     home.mkdir(mode=0o555)
     own.mkdir()
@@ -176,9 +179,7 @@ def test_a_read_only_home(tmp_path: Path) -> None:
 def test_a_cache_of_another_user(tmp_path: Path) -> None:
     """It is read and left as it is; one warning, though a program is missing in it."""
     before = as_nobody()
-    for path in (tmp_path, *tmp_path.parents):
-        if path.stat().st_uid == os.geteuid() and len(path.parts) > 2:
-            path.chmod(path.stat().st_mode | 0o111)
+    _let_others_pass(tmp_path)
     cache, own = tmp_path / "cache", tmp_path / "own"
     own.mkdir()
     own.chmod(0o777)
