@@ -11,12 +11,14 @@ from tools.demo_model import long_clips
 from tools.demo_model.average import average
 from tools.demo_model.clips import draw
 from tools.demo_model.denoised_latents import denoise_clips
-from tools.demo_model.long_decoding import LongClipPool, LongDecoding
+from tools.demo_model.long_decoding import SWAPPED, LongClipPool, LongDecoding
 from tools.demo_model.shortcuts import take_whole_clips
 from tools.demo_model.train_vae import VaeTraining, _distance
 
 DEMO = Path(__file__).parents[2] / "src" / "comfy_tpu" / "assets" / "demo"
-SETTINGS = LongDecoding(clips=3, latents=4, batch=4, frames=9, beginnings=1.0, noise=0.0, hard=1.0, denoised_by="")
+SETTINGS = LongDecoding(
+    clips=3, latents=4, batch=4, frames=9, beginnings=1.0, noise=0.0, lasting=0.0, swapped=0.0, hard=1.0, denoised_by=""
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -44,6 +46,26 @@ def test_the_worst_clips_are_chosen_more_often(pool):
     evenly = LongClipPool.__new__(LongClipPool)
     evenly.__dict__ |= {**pool.__dict__, "_settings": dataclasses.replace(SETTINGS, batch=60, hard=0.0)}
     assert set(evenly._choose(0).tolist()) == {0, 1, 2}
+
+
+def test_noise_that_lasts_is_the_same_in_all_latents_of_a_clip(pool):
+    lasting = LongClipPool.__new__(LongClipPool)
+    lasting.__dict__ |= {**pool.__dict__, "_settings": dataclasses.replace(SETTINGS, lasting=0.2)}
+    noise = lasting._noise(pool._latents)
+    assert torch.equal(noise, noise[:, :, :1].expand_as(noise))
+    deviations = noise.std(dim=(1, 2, 3, 4))
+    assert 0 < float(deviations.min()) < float(deviations.max()) < 0.22
+    assert not torch.equal(noise[0], noise[1])
+
+
+def test_a_part_has_some_latents_of_its_own_before_it_and_another_clips_before_these(pool):
+    latents = torch.arange(40.0).expand(2, 1, 40) + torch.tensor([0.0, 100.0])[:, None, None]
+    for _ in range(20):
+        swapped = pool._swap_before(latents[..., None, None], 30)[0, 0, :, 0, 0]
+        own = int((swapped < 100).sum())
+        assert 40 - 30 + SWAPPED[0] <= own <= 40 - 30 + SWAPPED[1]
+        assert torch.equal(swapped[40 - own :], latents[0, 0, 40 - own :])
+        assert torch.equal(swapped[: 40 - own], latents[1, 0, : 40 - own])
 
 
 @pytest.mark.thorough

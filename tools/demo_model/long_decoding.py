@@ -18,6 +18,7 @@ from tools.demo_model.denoised_latents import denoise_clips
 from tools.demo_model.shortcuts import PART_REACH, decode_part, decode_whole, denormalise
 
 logger = logging.getLogger(__name__)
+SWAPPED = (5, 24)  # latents of its own clip that a part has before it, at least and at most, behind another clip's
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class LongDecoding:
     frames: int  # of each clip, somewhere in it, in a step
     beginnings: float  # share of steps that have the first frames, beside those that do by chance
     noise: float  # deviation of what is added to latents, which are not exact either
+    lasting: (
+        float  # the same, of what is added to all latents of a clip alike, up to so much: a transformer's errors last
+    )
+    swapped: float  # share of parts before which another clip's latents stand, so that colours are taken from near ones
     hard: float  # share of a batch that is drawn by how wrong it was when that was last measured
     denoised_by: str  # a model: half of the clips are as its transformer makes them (denoised_latents.py)
 
@@ -82,8 +87,10 @@ class LongClipPool:
         chosen = self._choose((begin + margin) // settings.frames)
         if begin == 0:  # later latents change nothing
             latents = latents[:, :, : (end - 2) // long_clips.SCALE + 2]
-        noise = torch.randn(latents[chosen].shape, generator=self._generator, device=latents.device)
-        given = denormalise(self._vae, latents[chosen] + settings.noise * noise)
+        latents = latents[chosen] + self._noise(latents[chosen])
+        if begin and self._uniform() < settings.swapped:
+            latents = self._swap_before(latents, (begin - 1) // long_clips.SCALE + 1)
+        given = denormalise(self._vae, latents)
         with self._autocast():
             decoded = decode_part(self._vae, given, begin, end)
         return draw(long_clips.frames_of(self._clips.take(chosen), begin, end)) * 2 - 1, decoded
@@ -97,6 +104,24 @@ class LongClipPool:
             return even
         shares = self._errors[:, min(part, self._errors.shape[1] - 1)]
         return torch.cat([even, torch.multinomial(shares, hard, replacement=True, generator=self._generator)])
+
+    def _noise(self, latents: Tensor) -> Tensor:
+        def draw_normal(like: Tensor) -> Tensor:
+            return torch.randn(like.shape, generator=self._generator, device=like.device)
+
+        noise = self._settings.noise * draw_normal(latents)
+        if self._settings.lasting:
+            first = latents[:, :, :1]
+            size = torch.rand(len(first), generator=self._generator, device=first.device).view(-1, 1, 1, 1, 1)
+            noise = noise + self._settings.lasting * size * draw_normal(first)
+        return noise
+
+    def _swap_before(self, latents: Tensor, part: int) -> Tensor:
+        """Latents [B, z, K, h, w] that are another clip's until some latents before the number ``part``."""
+        near, far = SWAPPED
+        kept = int(torch.randint(near, far + 1, (), generator=self._generator, device=latents.device))
+        end = max(part - kept, 0)
+        return torch.cat([latents[:, :, :end].roll(1, dims=0), latents[:, :, end:]], dim=2)
 
     def _uniform(self) -> float:
         return float(torch.rand((), generator=self._generator, device=self._latents.device))

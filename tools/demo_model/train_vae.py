@@ -57,6 +57,8 @@ class VaeTraining:
     long_frames: int = 48
     long_beginnings: float = 0.0
     long_noise: float = 0.05
+    long_lasting: float = 0.0
+    long_swapped: float = 0.0
     long_hard: float = 0.0
     long_measured: int = 1000  # steps between two measurements
     long_denoised_by: str = ""
