@@ -69,7 +69,8 @@ def main() -> None:
         if arguments.sheet:
             write_sheet(arguments.sheet.with_stem(arguments.sheet.stem + "-whole"), videos, frames=shown)
         found = {"seams": seams, "largest_seam": max(seams), "seams_over_2": sum(seam > 2 for seam in seams)}
-        return {**tally(videos, wanted), **found, "later_seams_over_2": sum(seam > 2 for seam in later)}
+        behind = {"largest_later_seam": max(later), "later_seams_over_2": sum(seam > 2 for seam in later)}
+        return {**tally(videos, wanted), **found, **behind}
 
     evaluate(arguments, make, judge)
 
