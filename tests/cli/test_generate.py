@@ -14,13 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from comfy_tpu.cli import main as cli
 from comfy_tpu.cli import options
 from comfy_tpu.cli.progress import StageTimes, format_spans
 from comfy_tpu.config import FAST, AttentionConfig, BlockSizes, GenerationSettings, Lora, TileWindow
-from comfy_tpu.errors import rename_field
+from comfy_tpu.errors import CheckpointError, rename_field
 from comfy_tpu.jobs.request import parse_lora
 from comfy_tpu.pipeline import artifacts, media, video
 from comfy_tpu.pipeline.progress import Progress
@@ -54,6 +55,43 @@ def run(capsys, *argv):
 
 def files():
     return sorted(str(path) for path in Path().rglob("*"))
+
+
+@pytest.fixture
+def not_downloaded(monkeypatch, tmp_path):
+    """A published model that is not on this machine, in a directory with an image."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("comfy_tpu.pipeline.model_files._find_download", lambda model: None)
+    Image.new("RGB", (64, 64)).save("image.png")
+    return "Wan-AI/Wan2.1-VACE-1.3B-diffusers"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (["--num-frames", "18"], "--num-frames 18"),
+        (["--preset", "nonsense"], "--preset nonsense"),
+        (["--mask", "image.png"], "--mask"),
+        (["--last-image", "image.png", "--reference", "image.png"], "--last-image"),
+    ],
+    ids=["frames", "preset", "mask alone", "last image beside a reference"],
+)
+def test_a_request_is_refused_before_its_model_is_downloaded(monkeypatch, capsys, not_downloaded, wanted, said):
+    monkeypatch.setattr(video.VideoPipeline, "open", lambda *arguments, **more: pytest.fail("it was downloaded"))
+    status, _, stderr = run(capsys, "generate", PROMPT, "--model", not_downloaded, *wanted)
+    assert status == 1
+    assert said in stderr
+    assert len(stderr.splitlines()) == 1
+    assert files() == ["image.png"]
+
+
+def test_a_request_without_a_fault_downloads_its_model(monkeypatch, capsys, not_downloaded):
+    def download(model, *arguments, **more):
+        raise CheckpointError(f"{model} would be downloaded")
+
+    monkeypatch.setattr(video.VideoPipeline, "open", download)
+    status, _, stderr = run(capsys, "generate", PROMPT, "--model", not_downloaded, "--reference", "image.png")
+    assert (status, stderr) == (1, f"comfy-tpu: {not_downloaded} would be downloaded\n")
 
 
 def test_settings_are_refused_before_a_device_is_started(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Lowers every program of LTX-2 or LTX-2.3 for eight chips, without weights, memory or a TPU; returns their facts."""
+"""Lowers every program of LTX-2 or LTX-2.3 for TPU chips, without weights, memory or a TPU; returns their facts."""
 
 import dataclasses
 from typing import Any
@@ -12,11 +12,11 @@ from comfy_tpu.families.shared import all_frames_vae
 from comfy_tpu.parallel.mesh import abstract_placement
 from tests.lowering import INT32, array, component, facts, lower_step
 
-PLACEMENT = abstract_placement(MeshSizes(sp=4, tp=2), platform="tpu", chip="v6e")
 COLUMNS = (None, None, None, None, MESH_AXES)
 
 
-def lower_programs(name: str, width: int, height: int, frames: int) -> dict[str, Any]:
+def lower_programs(name: str, width: int, height: int, frames: int, chip: str, sizes: MeshSizes) -> dict[str, Any]:
+    placement = abstract_placement(sizes, platform="tpu", chip=chip)
     family = ltx2_model.MODELS[name]
     hub_id, config = next(iter(family.card.published.items()))
     configs = REFERENCES[hub_id].configs
@@ -24,11 +24,11 @@ def lower_programs(name: str, width: int, height: int, frames: int) -> dict[str,
     settings = dataclasses.replace(settings, stg_scale=1.0)
     latent = (1, 128, family.card.latent_frames(settings), height // 32, width // 32)
     programs = {}
-    encoder, tokens = component(ltx2_text.TEXT_ENCODER, configs["text_encoder"], PLACEMENT), array(2, 1024, dtype=INT32)
+    encoder, tokens = component(ltx2_text.TEXT_ENCODER, configs["text_encoder"], placement), array(2, 1024, dtype=INT32)
     programs["encode_text"] = encoder.program(ltx2_text.encode_text).export(
         "tpu", encoder.abstract_weights(), input_ids=tokens, attention_mask=tokens
     )
-    connectors = component(ltx2_text.CONNECTORS, configs["connectors"], PLACEMENT)
+    connectors = component(ltx2_text.CONNECTORS, configs["connectors"], placement)
     programs["connect"] = connectors.program(ltx2_text.connect).export(
         "tpu",
         connectors.abstract_weights(),
@@ -38,10 +38,10 @@ def lower_programs(name: str, width: int, height: int, frames: int) -> dict[str,
     )
     image = {"condition": array(4, 128, 1, *latent[3:])}
     for name, given in (("", None), (" from an image", image)):
-        made = lower_step(family, config, settings, PLACEMENT, latent[1], given)
+        made = lower_step(family, config, settings, placement, latent[1], given)
         programs |= {f"{program}{name}": exported for program, exported in made.items()}
 
-    vae = component(ltx2_vae.VAE, configs["vae"], PLACEMENT)
+    vae = component(ltx2_vae.VAE, configs["vae"], placement)
     programs["decode_frame"] = vae.program(all_frames_vae.decode_frame, input_axes={"latent": COLUMNS}).export(
         "tpu", vae.abstract_weights(), latent=array(*latent), cache=None
     )
@@ -50,7 +50,7 @@ def lower_programs(name: str, width: int, height: int, frames: int) -> dict[str,
     )
     sound = family.sound
     assert sound is not None
-    audio_vae, vocoder = component(sound.vae, {}, PLACEMENT), component(sound.vocoder, {}, PLACEMENT)
+    audio_vae, vocoder = component(sound.vae, {}, placement), component(sound.vocoder, {}, placement)
     count = family.card.sound_tokens(settings)
     programs["decode sound"] = audio_vae.program(sound.decode).export(
         "tpu", audio_vae.abstract_weights(), latents=array(1, count, 128)

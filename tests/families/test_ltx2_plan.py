@@ -47,15 +47,16 @@ LOWERED = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("chip", "sizes"), [("v6e", MeshSizes(sp=4, tp=2)), ("v5p", MeshSizes(sp=2, tp=2))])
 @pytest.mark.parametrize("name", LOWERED)
-def test_full_size_lowers_for_eight_chips(name: str) -> None:
+def test_full_size_lowers(name: str, chip: str, sizes: MeshSizes) -> None:
     operators, operations, features, samples = LOWERED[name]
-    seen = measure_lowering(lower_ltx2.lower_programs, name, 768, 512, 121)
+    seen = measure_lowering(lower_ltx2.lower_programs, name, 768, 512, 121, chip, sizes)
     assert_bounded_work(seen, operators=operators, operations=operations)
     programs = seen["programs"]
     for program in programs.values():
         assert program["platforms"] == ["tpu"]
-        assert program["devices"] == 8
+        assert program["devices"] == sizes.sp * sizes.tp
         assert program["megabytes"] < 1, "nothing of the size of a sequence was worked out on the host"
     for name in ("denoise_step", "denoise_step from an image"):
         assert programs[name]["loops"] == 1, "48 blocks are one scanned block"

@@ -305,9 +305,10 @@ def test_models_that_are_refused() -> None:
     ("model", "chip", "sizes"),
     [
         pytest.param("Z-Image Turbo", "v6e", MeshSizes(sp=4, tp=2), marks=pytest.mark.slow),
+        pytest.param("Z-Image Turbo", "v5p", MeshSizes(sp=2, tp=2), marks=pytest.mark.slow),  # v5p-8: four chips
         # By default it is counted (test_full_size.py), and run on this mesh in small.
         pytest.param("Z-Image", "v6e", MeshSizes(dp=2, sp=2, tp=2), marks=pytest.mark.slow),
-        pytest.param("Z-Image", "v5p", MeshSizes(dp=2, tp=2), marks=pytest.mark.slow),  # v5p-8: four chips
+        pytest.param("Z-Image", "v5p", MeshSizes(dp=2, tp=2), marks=pytest.mark.slow),
     ],
 )
 def test_full_size_models_lower(model: str, chip: str, sizes: MeshSizes) -> None:

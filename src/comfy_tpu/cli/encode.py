@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = options.read_media(arguments)
     output = arguments.output or Path(OUTPUT)
     there = sessions.read_existing_artifact(output, "text", arguments)
-    with sessions.open_session(arguments, options.chosen_model(arguments)) as session:
+    with sessions.open_session(arguments, options.chosen_model(arguments), given=given) as session:
         session.check_outputs(output)
         session.quantization = session.loras = ""  # of the transformer, which embeddings do not depend on
         settings = session.settings(given=given)

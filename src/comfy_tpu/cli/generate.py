@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     sessions.check_video_output(arguments, arguments.num_videos or 1)
     second = second_pass.read_second_pass(vars(arguments))
     more_frames = sessions.read_interpolation(arguments)
-    with sessions.open_session(arguments, options.chosen_model(arguments)) as session:
+    with sessions.open_session(arguments, options.chosen_model(arguments), given=given) as session:
         settings = session.settings(given=given)
         session.set_media(given)
         session.set_second_pass(settings, second)

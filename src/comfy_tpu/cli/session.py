@@ -37,6 +37,7 @@ from comfy_tpu.cli.terminal import print_message, print_paths
 from comfy_tpu.config import GenerationSettings, Interpolation, SecondPass, SingleFiles
 from comfy_tpu.errors import CheckpointError, InvalidValueError
 from comfy_tpu.families.presets import AUTO, find_preset
+from comfy_tpu.families.registry import find_published
 from comfy_tpu.families.settings import make_settings
 from comfy_tpu.jobs import opening
 from comfy_tpu.parallel.hosts import check_same, first_host_value, host_names, is_first_host
@@ -46,7 +47,8 @@ from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
 from comfy_tpu.pipeline.initial import INITIAL, read_strength
 from comfy_tpu.pipeline.interpolation import Interpolator, check_interpolation
 from comfy_tpu.pipeline.lora_report import summarize
-from comfy_tpu.pipeline.model_files import ModelFiles, list_model_files
+from comfy_tpu.pipeline.media_fitting import check_given
+from comfy_tpu.pipeline.model_files import ModelFiles, find_local, list_model_files
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.pipeline.second_pass import check_second_pass, describe_second_pass
@@ -285,10 +287,13 @@ def open_session(
     *,
     name: str | None = None,
     blank: bool = False,
+    given: GivenMedia | None = None,
 ) -> Iterator[Session]:
-    """Opens a model and shows its progress. `name` replaces `model` in messages. `blank`: without its weights."""
+    """Opens a model and shows its progress. `name` replaces `model` in messages. `blank`: without its weights.
+    `given`: what is checked before a model is downloaded for it."""
     assert model is not None
     options.check_debugging(arguments)
+    _check_before_download(arguments, model, given)
     path = getattr(arguments, "preview", None)
     check_preview(path)
     with Display() as display, Profile(getattr(arguments, "profile", None)) as profile:
@@ -331,6 +336,24 @@ def _check_hosts(pipeline: video.VideoPipeline) -> None:
         mesh=str(pipeline.placement.sizes),
         dtype=pipeline.dtype_name,
     )
+
+
+def _check_before_download(
+    arguments: argparse.Namespace, model: str | Path | SingleFiles, given: GivenMedia | None
+) -> None:
+    """Checks a request by the built-in description of a model that is not on this machine yet."""
+    published = find_published(model) if isinstance(model, str) else None
+    if published is None or find_local(published[0]) is not None:
+        return
+    hub_id, card = published
+    name = getattr(arguments, "preset", None)
+    preset = {} if name in (None, AUTO) else find_preset(card.presets, name, hub_id).settings
+    chosen = opening.choose_settings(vars(arguments), card.sizes, preset)
+    if given is None:
+        make_settings(card.defaults, chosen, card.limits)
+    else:
+        chosen = opening.add_frames(chosen, given, card, card.defaults)
+        check_given(card, given, make_settings(card.defaults, chosen, card.limits), hub_id)
 
 
 def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:
