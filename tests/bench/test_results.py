@@ -1,10 +1,13 @@
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 from comfy_tpu.bench.results import Row, Run, read_runs, write_runs
 from comfy_tpu.errors import InvalidValueError
+
+ROOT = Path(__file__).parents[2]
 
 ROW = Row("transformer", "forward", "ours", size="832x480x81", samples=(3.0, 1.0, 2.0), flops=4e12, facts={"tokens": 7})
 
@@ -76,3 +79,8 @@ def test_other_files_are_refused(tmp_path, text, message):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(InvalidValueError, match=r"gone\.json is not a file of benchmark results"):
         read_runs(tmp_path / "gone.json")
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").rglob("*.json")), ids=lambda file: file.stem)
+def test_kept_results_name_no_folder_of_a_machine(file):
+    assert 'File \\"/' not in file.read_text()

@@ -61,6 +61,8 @@ def test_a_peer_that_fails_is_a_row_and_the_others_go_on(fail_at):
     )
     assert rows["bad"].failure == "OutOfMemoryError: CUDA out of memory"
     assert "in call" in rows["bad"].traceback
+    assert 'File "comfy_tpu/bench/timing.py"' in rows["bad"].traceback
+    assert 'File "/' not in rows["bad"].traceback, "results name no folder of this machine"
     assert rows["bad"].samples == ()
     assert len(rows["good"].samples) == 3
     assert calls.count("bad") == fail_at, "it is not called again"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import statistics
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -70,7 +72,7 @@ class Row:
             self,
             samples=(),
             failure=f"{type(error).__name__}: {first_line}"[:500],
-            traceback="".join(traceback.format_exception(error))[-8000:],
+            traceback=_format_traceback(error)[-8000:],
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -81,6 +83,17 @@ class Row:
     def from_json(cls, entry: Mapping[str, Any]) -> Row:
         values = {field.name: entry[field.name] for field in dataclasses.fields(cls) if field.name in entry}
         return cls(**{**values, "samples": tuple(values.get("samples", ()))})
+
+
+def _format_traceback(error: BaseException) -> str:
+    """With files named from their packages on: results are kept and shown, and a machine's paths mean nothing there."""
+    text = "".join(traceback.format_exception(error))
+    return re.sub(r'(?<=^  File ")/[^"]+', lambda found: _name_in_package(Path(found[0])), text, flags=re.MULTILINE)
+
+
+def _name_in_package(file: Path) -> str:
+    named = [file.relative_to(folder).as_posix() for folder in map(Path, sys.path) if file.is_relative_to(folder)]
+    return min(named, key=len, default=file.name)
 
 
 @dataclasses.dataclass(frozen=True)
