@@ -31,9 +31,7 @@ class LongDecoding:
     frames: int  # of each clip, somewhere in it, in a step
     beginnings: float  # share of steps that have the first frames, beside those that do by chance
     noise: float  # deviation of what is added to latents, which are not exact either
-    lasting: (
-        float  # the same, of what is added to all latents of a clip alike, up to so much: a transformer's errors last
-    )
+    lasting: float  # that of what is added to all latents of a clip alike, at most: a transformer's errors last
     swapped: float  # share of parts before which another clip's latents stand, so that colours are taken from near ones
     hard: float  # share of a batch that is drawn by how wrong it was when that was last measured
     denoised_by: str  # a model: half of the clips are as its transformer makes them (denoised_latents.py)

@@ -36,6 +36,7 @@ from comfy_tpu.cli.progress import Display
 from comfy_tpu.cli.terminal import print_message, print_paths
 from comfy_tpu.config import GenerationSettings, Interpolation, SecondPass, SingleFiles
 from comfy_tpu.errors import CheckpointError, InvalidValueError
+from comfy_tpu.families.card import ModelCard, Preset
 from comfy_tpu.families.presets import AUTO, find_preset
 from comfy_tpu.families.registry import find_published
 from comfy_tpu.families.settings import make_settings
@@ -342,25 +343,33 @@ def _check_before_download(
     arguments: argparse.Namespace, model: str | Path | SingleFiles, given: GivenMedia | None
 ) -> None:
     """Checks a request by the built-in description of a model that is not on this machine yet."""
-    published = find_published(model) if isinstance(model, str) else None
-    if published is None or find_local(published[0]) is not None:
+    published = find_published(model) if isinstance(model, str) and find_local(model) is None else None
+    if published is None:
         return
     hub_id, card = published
-    name = getattr(arguments, "preset", None)
-    preset = {} if name in (None, AUTO) else find_preset(card.presets, name, hub_id).settings
-    chosen = opening.choose_settings(vars(arguments), card.sizes, preset)
-    if given is None:
-        make_settings(card.defaults, chosen, card.limits)
-    else:
-        chosen = opening.add_frames(chosen, given, card, card.defaults)
-        check_given(card, given, make_settings(card.defaults, chosen, card.limits), hub_id)
+    settings = _choose_settings(arguments, card, card.presets, card.defaults, hub_id, given or NO_MEDIA)
+    if given is not None:
+        check_given(card, given, settings, hub_id)
 
 
 def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:
     """Checks the settings before devices are started, whose messages would come before the error."""
-    card, name = files.family.card, getattr(arguments, "preset", None)
-    preset = {} if name in (None, AUTO) else find_preset(files.presets, name, files.name).settings
-    make_settings(files.defaults, opening.choose_settings(vars(arguments), card.sizes, preset), card.limits)
+    _choose_settings(arguments, files.family.card, files.presets, files.defaults, files.name)
+
+
+def _choose_settings(
+    arguments: argparse.Namespace,
+    card: ModelCard,
+    presets: Mapping[str, Preset],
+    defaults: GenerationSettings,
+    model: str,
+    given: GivenMedia = NO_MEDIA,
+) -> GenerationSettings:
+    """Those of the command line, as far as they are known before a model is open."""
+    name = getattr(arguments, "preset", None)
+    preset = {} if name in (None, AUTO) else find_preset(presets, name, model).settings
+    chosen = opening.choose_settings(vars(arguments), card.sizes, preset)
+    return make_settings(defaults, opening.add_frames(chosen, given, card, defaults), card.limits)
 
 
 def check_video_output(arguments: argparse.Namespace, num_videos: int = 1) -> None:
