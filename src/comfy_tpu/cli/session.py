@@ -343,8 +343,8 @@ def _check_before_download(
     arguments: argparse.Namespace, model: str | Path | SingleFiles, given: GivenMedia | None
 ) -> None:
     """Checks a request by the built-in description of a model that is not on this machine yet."""
-    published = find_published(model) if isinstance(model, str) and find_local(model) is None else None
-    if published is None:
+    published = find_published(model) if isinstance(model, str) else None
+    if published is None or find_local(str(model)) is not None:
         return
     hub_id, card = published
     settings = _choose_settings(arguments, card, card.presets, card.defaults, hub_id, given or NO_MEDIA)
