@@ -67,7 +67,8 @@ def lower_programs(name: str) -> dict[str, Any]:
 
     vae = component(family.vae.component, vae_config, PLACEMENT)
     weights = vae.abstract_weights()
-    encode = vae.program(image.encode_frames, input_axes={"pixels": COLUMNS, "cache": COLUMNS})
+    assert family.vae.encode_frames is not None
+    encode = vae.program(family.vae.encode_frames, input_axes={"pixels": COLUMNS, "cache": COLUMNS})
     cache = None
     for index, frames in enumerate((1,) if image.clips is first_frame_clips else (1, 4, 4)):
         exported = encode.export("tpu", weights, pixels=array(1, 3, frames, height, width), cache=cache)

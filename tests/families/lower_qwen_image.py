@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
-from comfy_tpu.families.qwen_image import image
 from comfy_tpu.families.qwen_image.reference import REFERENCES
 from comfy_tpu.families.qwen_image.text import EDIT_TEMPLATE_TOKENS, TEMPLATE_TOKENS
 from comfy_tpu.families.registry import load_families
@@ -39,8 +38,8 @@ def lower_programs(hub_id: str, chip: str, sizes: MeshSizes) -> dict[str, Any]:
     programs["decode_frame"] = vae.program(family.vae.decode_frame, input_axes={"latent": _COLUMNS}).export(
         "tpu", vae.abstract_weights(), latent=array(1, 16, 1, 128, 128), cache=None
     )
-    if family.media is not None:
-        encode = vae.program(image.encode_frames, input_axes={"pixels": _COLUMNS})
+    if family.vae.encode_frames is not None:
+        encode = vae.program(family.vae.encode_frames, input_axes={"pixels": _COLUMNS})
         programs["encode_frames"] = encode.export(
             "tpu", vae.abstract_weights(), pixels=array(1, 3, 1, 1024, 1024), cache=None
         )

@@ -29,6 +29,7 @@ from comfy_tpu.families.presets import (
 from comfy_tpu.families.registry import load_family, model_cards
 from comfy_tpu.families.settings import make_settings, merge_choices
 from comfy_tpu.families.wan import card as wan
+from comfy_tpu.pipeline.initial import first_step
 from comfy_tpu.pipeline.schedule import make_schedule
 from comfy_tpu.pipeline.step_plan import make_plan
 
@@ -135,7 +136,7 @@ def test_noise_levels_are_shifted_as_diffusers_shifts_those_of_a_pipeline():
 @pytest.mark.parametrize("card", [ltx2.LTX2, ltx2.LTX23], ids=lambda card: card.name)
 def test_distilled_ltx2_has_the_noise_levels_of_diffusers_whatever_the_size(card):
     from diffusers import FlowMatchEulerDiscreteScheduler
-    from diffusers.pipelines.ltx2.utils import DISTILLED_SIGMA_VALUES
+    from diffusers.pipelines.ltx2.utils import DISTILLED_SIGMA_VALUES, STAGE_2_DISTILLED_SIGMA_VALUES
 
     published = {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05, "shift_terminal": 0.1}
     theirs = FlowMatchEulerDiscreteScheduler.from_config(published, use_dynamic_shifting=False, shift_terminal=None)
@@ -146,6 +147,8 @@ def test_distilled_ltx2_has_the_noise_levels_of_diffusers_whatever_the_size(card
         np.testing.assert_allclose(ours.sigmas.numpy(), theirs.sigmas.numpy(), atol=1e-7)
         plan = make_plan(make_schedule(ours), settings, None)
         assert (plan.guided, plan.forwards) == (0, 8)
+        second_pass = ours.sigmas[first_step(card, 8, 0.375) : -1]  # --upscale-strength, as the documentation has it
+        np.testing.assert_allclose(second_pass.numpy(), STAGE_2_DISTILLED_SIGMA_VALUES, atol=1e-7)
 
 
 def test_a_chosen_value_goes_before_the_presets():

@@ -1,7 +1,7 @@
 """Qwen-Image-Edit and Edit Plus against diffusers' own pipelines: images that transformer and text encoder see.
 
-Images are scaled to a million pixels, whatever their size. Here it is a sixteenth of them on both sides, but for one
-slow test: `reduced_areas`.
+Images are scaled to a million pixels, whatever their size; here to a sixteenth of that, but for one slow test:
+`reduced_areas`.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from PIL import Image
 
 from comfy_tpu.bridge import to_host
@@ -29,22 +29,10 @@ from tests.families.test_qwen_image import CHOSEN, PROMPT, SIZES, opened
 from tests.families.wan_pipelines import picture
 from tests.tracing import relative_error
 
-SHARE = 16
 # Wide: of 16 × 16 and more tokens, none of whose windows of the vision model are whole at the edges.
 ONE = [picture(1, 100, 75)]
 TWO = [picture(1, 100, 75), picture(2, 64, 96)]
 GIVEN = {"edit": ONE, "plus": TWO, "2511": TWO}
-
-
-@pytest.fixture
-def reduced_areas(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("VAE_AREA", "SHOWN_AREA"):
-        monkeypatch.setattr(qwen_image, name, getattr(qwen_image, name) // SHARE)
-    for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
-        calculate = module.calculate_dimensions
-        monkeypatch.setattr(
-            module, "calculate_dimensions", lambda area, ratio, calculate=calculate: calculate(area // SHARE, ratio)
-        )
 
 
 def made(pipeline: VideoPipeline, images: list[Image.Image], prompt: str = PROMPT, **changed: Any) -> torch.Tensor:

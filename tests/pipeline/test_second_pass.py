@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,8 +25,8 @@ from comfy_tpu.pipeline import artifacts, media, second_pass
 from comfy_tpu.pipeline.given_media import GivenMedia
 from comfy_tpu.pipeline.initial import INITIAL, STRENGTH
 from comfy_tpu.pipeline.video import VideoPipeline
-from comfy_tpu.pipeline.video_files import Frames, VideoSource
-from tests.families import small_flux
+from comfy_tpu.pipeline.video_files import Frames
+from tests.families import small_flux, wan_pipelines
 from tests.jobs.test_previews import run_jobs
 
 PROMPT = "a red circle moving right on a black background"
@@ -63,11 +64,11 @@ def test_latents_by_hand() -> None:
     assert not torch.allclose(made, other, atol=0.1), "each video has its own start"
 
 
-def test_pixels_are_held_as_bytes_and_resized_one_by_one() -> None:
+def test_pixels_are_held_as_bytes() -> None:
     """No more than one part of what is decoded is there at a time."""
     card, parts, latents = CARDS["Wan 2.1"], torch.rand(3, 2, 4, 32, 48, 3), torch.zeros(1)
     held: list[weakref.ref[torch.Tensor]] = []
-    seen: list[VideoSource] = []
+    seen: list[npt.NDArray[np.uint8]] = []
 
     def decode(*given: Any) -> Iterator[torch.Tensor]:
         for number in range(3):
@@ -77,24 +78,18 @@ def test_pixels_are_held_as_bytes_and_resized_one_by_one() -> None:
             yield part
             del part
 
-    def encode(given: GivenMedia, settings: GenerationSettings) -> dict[str, torch.Tensor]:
-        seen.append(given.videos["video"])
-        assert settings.num_videos == 1
-        return {INITIAL: latents}
+    def encode(frames: npt.NDArray[np.uint8], settings: GenerationSettings) -> torch.Tensor:
+        seen.append(frames)
+        assert (settings.num_videos, settings.height, settings.width) == (1, 64, 96)
+        return latents
 
-    pipeline: Any = types.SimpleNamespace(decode=decode, encode_media=encode, family=types.SimpleNamespace(card=card))
+    pipeline: Any = types.SimpleNamespace(decode=decode, encode_frames=encode, family=types.SimpleNamespace(card=card))
     first = dataclasses.replace(card.defaults, height=32, width=48, num_frames=12, num_videos=2)
     larger = dataclasses.replace(first, height=64, width=96)
     assert len(second_pass.upscale_latents(pipeline, latents, first, larger, "pixels")) == 2
-    for row, source in enumerate(seen):
-        assert isinstance(source, Frames)
-        assert (source.array.dtype, source.array.shape) == (np.uint8, (12, 32, 48, 3))
-        assert (source.size, source.count(16)) == ((96, 64), 12)
-        assert source.digest() != Frames(source.array).digest()
-        decoded = torch.cat(list(parts), dim=1)[row].mul(255).round().byte().numpy()
-        for made, given in zip(source.frames(16), decoded, strict=True):
-            expected = Image.fromarray(given).resize((96, 64), Image.Resampling.LANCZOS)
-            assert np.array_equal(np.asarray(made), np.asarray(expected))
+    for row, frames in enumerate(seen):
+        assert (frames.dtype, frames.shape) == (np.uint8, (12, 32, 48, 3))
+        assert np.array_equal(frames, torch.cat(list(parts), dim=1)[row].mul(255).round().byte().numpy())
 
 
 @pytest.mark.slow
@@ -163,7 +158,14 @@ def test_resized_latents(by: str) -> None:
         ("Wan 2.1", {"scale": 1.5, "strength": 1.5}, "upscale_strength", "upscale_strength 1.5 is not a number over 0"),
         ("Wan 2.1", {"scale": 1.5, "strength": 0.01}, "upscale_strength", "0.01 leaves none of 50 steps; use 0.02"),
         ("Wan 2.1", {"scale": 1.5, "steps": 2000}, "upscale_steps", "upscale_steps 2000 is not allowed; give a whole"),
-        ("Wan 2.1 image-to-video", {"scale": 1.5}, "upscale", "and x starts from noise alone; leave it out, or use"),
+        ("Wan 2.2 Animate", {"scale": 1.5}, "upscale", "whole video, and x makes videos segment by segment; leave it"),
+        (
+            "HunyuanVideo-1.5",
+            {"scale": 1.5, "by": "pixels"},
+            "upscale_by",
+            "encodes whole videos, and the VAE of x encodes first frames alone; choose latent$",
+        ),
+        ("LTX-2", {"scale": 1.5, "by": "latent-nearest", "strength": 0.0}, "upscale_strength", "upscale_strength 0.0"),
     ],
 )
 def test_refused(model: str, chosen: dict[str, Any], field: str, message: str) -> None:
@@ -171,6 +173,15 @@ def test_refused(model: str, chosen: dict[str, Any], field: str, message: str) -
     with pytest.raises(InvalidValueError, match=message) as caught:
         second_pass.check_second_pass(card, "x", card.defaults, SecondPass(**chosen))
     assert caught.value.field == field
+
+
+def test_a_video_that_is_continued_has_none() -> None:
+    card = CARDS["Wan 2.2 image-to-video"]
+    first = dataclasses.replace(card.defaults, num_frames=161, context_frames=81, context="continue")
+    with pytest.raises(InvalidValueError, match="161 frames is continued every 81; ask for 81") as caught:
+        second_pass.check_second_pass(card, "x", first, SecondPass(1.5))
+    assert caught.value.field == "upscale"
+    second_pass.check_second_pass(card, "x", dataclasses.replace(first, num_frames=81), SecondPass(1.5))
 
 
 def test_the_factor_that_is_named_instead_makes_one_side_larger() -> None:
@@ -258,3 +269,34 @@ def test_stages_together_are_generate(tmp_path: Path, monkeypatch: pytest.Monkey
     assert main(["generate", PROMPT, *flags, *upscale, "-o", "at-once.png", "--num-frames", "1"]) == 0
     note = json.loads(media.read_metadata("at-once.png")["second_pass"])
     assert note == {"scale": 2.0, "strength": 0.5, "steps": 6, "by": "pixels", "from": "48x32", "from_steps": 4}
+
+
+@pytest.mark.thorough
+def test_an_image_is_encoded_for_both_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At once, stage by stage, and in a batch."""
+    monkeypatch.chdir(tmp_path)
+    wan_pipelines.picture(1, 90, 40).save("given.png")
+    model = ["--model", str(wan_pipelines.directory("2.1 image")), "--mesh", "single"]
+    small, large = (["--height", str(side), "--width", str(side * 3 // 2), *model] for side in (32, 64))
+    given = ["--image", "given.png", "--num-frames", "5", "--steps", "4"]
+    second = ["--upscale", "2", "--upscale-strength", "0.5"]
+    assert main(["generate", PROMPT, *given, *small, *second, "-o", "at-once.npy"]) == 0
+    assert main(["encode", PROMPT, *given, *small]) == 0
+    assert main(["denoise", "text.safetensors", *model]) == 0
+    assert main(["upscale", "latents.safetensors", "--scale", "2", *model]) == 0
+    begun = ["--latents", "upscaled.safetensors", "--strength", "0.5", "-o", "second.safetensors"]
+    capsys.readouterr()
+    assert main(["denoise", "text.safetensors", *begun, *model]) == 1
+    assert "the image was encoded for other sizes" in (said := capsys.readouterr().err)
+    assert "encode it for 96×64×5" in said
+    assert main(["encode", PROMPT, *given, *large, "-o", "large.safetensors"]) == 0
+    assert main(["denoise", "large.safetensors", *begun, *model]) == 0
+    assert main(["decode", "second.safetensors", "-o", "stages.npy", *model]) == 0
+    Path("jobs.jsonl").write_text(json.dumps({"prompt": PROMPT, "image": "given.png", "output": "job.npy"}))
+    assert main(["batch", "jobs.jsonl", "-o", ".", *given[2:], *small, *second]) == 0
+    at_once, stages, job = (np.load(f"{name}.npy") for name in ("at-once", "stages", "job"))
+    assert at_once.shape == (5, 64, 96, 3)
+    assert np.array_equal(at_once, stages)
+    assert np.array_equal(at_once, job)

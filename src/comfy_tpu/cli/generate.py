@@ -58,7 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
         latents = session.pipeline.denoise(embeddings, settings, checkpoint=checkpoint)
         if second is not None:
             latents, settings = second_pass.denoise_again(
-                session.pipeline, embeddings, latents, settings, second, session.open_checkpoint(paths, "second-pass")
+                session.pipeline,
+                embeddings,
+                latents,
+                settings,
+                second,
+                given,
+                session.open_checkpoint(paths, "second-pass"),
             )
         session.write_videos(latents, prompt, settings, paths)
         session.remove_checkpoint()

@@ -32,7 +32,7 @@ from comfy_tpu.config import (
     UpscaleBy,
 )
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
-from comfy_tpu.families.card import VIDEO_NAMES, ModelCard
+from comfy_tpu.families.card import VIDEO_NAMES
 from comfy_tpu.jobs.request import parse_lora
 from comfy_tpu.parallel.hosts import first_host_value
 from comfy_tpu.pipeline.atomic import find_half_character
@@ -523,9 +523,10 @@ def add_preview(parser: argparse.ArgumentParser) -> None:
 
 
 def add_second_pass(parser: argparse.ArgumentParser) -> None:
-    defaults, names = SecondPass(0.0), card_texts.models_with(_starts_from_latents)
+    defaults = SecondPass(0.0)
     group = parser.add_argument_group(
-        "second pass", f"A result of a larger size, from an upscaled smaller one, with {names}."
+        "second pass",
+        f"A result of a larger size, from an upscaled smaller one, with every model but {card_texts.segment_models()}.",
     )
     add_upscale(group, "--upscale", "--upscale-by")
     group.add_argument(
@@ -558,10 +559,6 @@ def add_upscale(parser: argparse._ActionsContainer, scale: str, by: str, *, requ
         metavar="NAME",
         help=f"{', '.join(get_args(UpscaleBy))}: resize latents, or decode, resize and encode ({SecondPass(0.0).by})",
     )
-
-
-def _starts_from_latents(model: ModelCard) -> bool:
-    return model.starts_from_image or model.starts_from_video
 
 
 def add_strength(parser: argparse.ArgumentParser) -> None:

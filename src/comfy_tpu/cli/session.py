@@ -52,7 +52,7 @@ from comfy_tpu.pipeline.media_fitting import check_given
 from comfy_tpu.pipeline.model_files import ModelFiles, find_local, list_model_files
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
 from comfy_tpu.pipeline.progress import Progress
-from comfy_tpu.pipeline.second_pass import check_second_pass, describe_second_pass
+from comfy_tpu.pipeline.second_pass import check_second_pass, describe_second_pass, read_second_pass
 from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint, checkpoint_path
 from comfy_tpu.terminal_text import excerpt
 
@@ -350,6 +350,8 @@ def _check_before_download(
     settings = _choose_settings(arguments, card, card.presets, card.defaults, hub_id, given or NO_MEDIA)
     if given is not None:
         check_given(card, given, settings, hub_id)
+    if (second := read_second_pass(vars(arguments))) is not None:
+        check_second_pass(card, hub_id, settings, second)
 
 
 def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:

@@ -184,6 +184,10 @@ class Vae:
     decodes_all_frames: bool = False
     """Whether the VAE reads later frames, so that `decode_frame` gets all latent frames of a video together."""
     tiles: Tiles = Tiles()
+    encode_frames: Callable[..., tuple[torch.Tensor, Cache]] | None = None
+    """(module, pixels [batch, 3, 1 or `temporal_scale`, height, width] in -1..1, cache or None) -> one frame of the
+    transformer's latents, and the cache after it. All frames at once where `decodes_all_frames`. None: the model is
+    given no frames."""
     encode_image: Callable[..., torch.Tensor] | None = None
     """(module, image [1, height, width, 3] in 0..1, noise [1, channels, 1, height, width]) -> latents to start from, in
     the transformer's scale. None: denoising starts from noise alone."""
@@ -229,9 +233,6 @@ class SegmentEncoding:
 class MediaEncoding:
     """From given images and videos to embeddings."""
 
-    encode_frames: Callable[..., tuple[torch.Tensor, Cache]]
-    """(the VAE's module, pixels [batch, 3, 1 or `temporal_scale`, height, width] in -1..1, cache or None) -> one frame
-    of the transformer's latents, and the cache after it."""
     clips: Callable[[FittedMedia, GenerationSettings, Config], Clips]
     """(media, settings, the transformer's configuration) -> what the VAE encodes, by name."""
     condition: Callable[
@@ -253,7 +254,8 @@ class MediaEncoding:
     """None: a video is made at once."""
     frames_from: str = ""
     """The embedding [channels, frames, height, width] whose frames are those of a step, where there may be more than
-    the result has: reference images come first, and are dropped at the end. Empty: a step has those of the result."""
+    the result has: reference images come first, with their latents in the first channels, and are dropped at the end.
+    Empty: a step has those of the result."""
     control_layers: Callable[[Config], int] = lambda config: 1
     """(the transformer's configuration) -> the number of strengths that a control has."""
     fit_reference: Callable[[Image], Image] | None = None

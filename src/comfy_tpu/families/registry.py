@@ -103,6 +103,11 @@ def check_code(card: ModelCard, family: ModelFamily, package: str) -> None:
             f"{package}.model has the schedulers {', '.join(family.scheduling.factories)} for {card.name}, its card "
             f"{', '.join(card.limits.schedulers)}; make them the same"
         )
+    if card.encodes_results and family.vae.encode_frames is None and family.vae.encode_image is None:
+        raise CardError(
+            f"the card of {card.name} says encodes_results, and {package}.model has no function of the VAE for it; "
+            "make them the same"
+        )
     if unknown := set(card.vae_backends) - {VAE_BACKEND, *family.vae.other_backends}:
         raise CardError(f"{package}.model has no VAE backend {min(unknown)} for {card.name}; its card.py names it")
     encodes = bool(card.videos or card.max_references) or (card.image is not None and not card.starts_from_image)

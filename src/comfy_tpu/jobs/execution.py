@@ -33,7 +33,7 @@ from comfy_tpu.jobs.writing import Row, Writer
 from comfy_tpu.parallel import hosts
 from comfy_tpu.pipeline import artifacts, media
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings, merge_embeddings
-from comfy_tpu.pipeline.given_media import GivenMedia
+from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
 from comfy_tpu.pipeline.initial import INITIAL, read_strength
 from comfy_tpu.pipeline.interpolation import Interpolator, check_interpolation, read_interpolation
 from comfy_tpu.pipeline.preview_colours import LearnedColours
@@ -333,7 +333,8 @@ class Executor:
         )
         if INITIAL in embeddings.shared:
             description["strength"] = str(read_strength(embeddings.shared))
-        return Row(job, first, paths, embeddings, description, 1 if between is None else between.factor)
+        kept = NO_MEDIA if second is None else given
+        return Row(job, first, paths, embeddings, description, kept, 1 if between is None else between.factor)
 
     def _find_interpolator(
         self, pipeline: VideoPipeline, job: Job, settings: GenerationSettings
@@ -390,7 +391,8 @@ class Executor:
             compiled.add(count)
             if (second := read_second_pass(rows[0].job.request.values)) is not None:  # such a job has its steps alone
                 again = self._open_steps(rows[0].job, SECOND_PASS)
-                latents, settings = denoise_again(pipeline, embeddings, latents, settings, second, again)
+                given = rows[0].given
+                latents, settings = denoise_again(pipeline, embeddings, latents, settings, second, given, again)
         except NotFiniteError:
             if self._saved_steps is not None:  # another attempt would go on from what is broken
                 self._saved_steps.remove(rows[0].job.id)

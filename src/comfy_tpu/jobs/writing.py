@@ -19,6 +19,7 @@ from comfy_tpu.parallel import hosts
 from comfy_tpu.pipeline import media
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.frame_names import frame_name_pattern
+from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
 from comfy_tpu.pipeline.sound import Waveform
 
 _CHUNKS_AHEAD = 2
@@ -35,6 +36,8 @@ class Row:
     """Of its videos, inside the directory."""
     embeddings: PromptEmbeddings
     metadata: Mapping[str, str]
+    given: GivenMedia = NO_MEDIA
+    """What a second pass encodes again."""
     factor: int = 1
     """Of its frames per second, where frames are made between those of the model."""
     resumed_after: int = 0

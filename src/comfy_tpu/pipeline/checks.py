@@ -14,7 +14,7 @@ from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.finite import is_finite
 from comfy_tpu.kernels import windows
 from comfy_tpu.pipeline.embeddings import Embeddings, PromptEmbeddings
-from comfy_tpu.pipeline.initial import INITIAL, STRENGTH, check_strength, read_strength
+from comfy_tpu.pipeline.initial import INITIAL, STRENGTH, check_strength, read_strength, without_initial
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.step import latent_shape
 from comfy_tpu.terminal_text import excerpt
@@ -38,7 +38,7 @@ def check_embeddings(
     files: ModelFiles, embeddings: PromptEmbeddings, guided: int, settings: GenerationSettings
 ) -> None:
     card = files.family.card
-    with_image = begins_with_image(card, embeddings.shared)
+    with_image = begins_with_image(card, without_initial(embeddings.shared))
     if choose_method(card, settings, begins_with_image=with_image) == "continue" and not card.makes_segments:
         settings = window_settings(settings)  # the image is that of a segment
     for branch in filter(None, (branch for pair in embeddings.each for branch in (pair.positive, pair.negative))):
@@ -87,11 +87,11 @@ def _check_branches(embeddings: PromptEmbeddings, settings: GenerationSettings) 
 
 def check_initial(files: ModelFiles, shared: Embeddings, settings: GenerationSettings) -> Embeddings:
     """The embeddings that `prepare` reads; raises InvalidValueError unless denoising can start from the others."""
-    others = {name: rows for name, rows in shared.items() if name not in (INITIAL, STRENGTH)}
+    others = without_initial(shared)
     if len(others) == len(shared):
         return others
     card = files.family.card
-    if not (card.starts_from_image or card.starts_from_video) or not {INITIAL, STRENGTH} <= set(shared):
+    if card.makes_segments or not {INITIAL, STRENGTH} <= set(shared):
         raise InvalidValueError(
             f"the image or video was encoded for another model: {files.name} does not start from it; leave it out"
         )

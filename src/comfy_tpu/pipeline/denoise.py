@@ -17,7 +17,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.parallel.global_arrays import fetch_global
 from comfy_tpu.pipeline.checks import check_finite
 from comfy_tpu.pipeline.embeddings import Embeddings, PromptEmbeddings
-from comfy_tpu.pipeline.initial import INITIAL, STRENGTH
+from comfy_tpu.pipeline.initial import INITIAL, without_initial
 from comfy_tpu.pipeline.noise import image_noise, initial_noise, sound_noise
 from comfy_tpu.pipeline.padding import merge_padding
 from comfy_tpu.pipeline.progress import Progress
@@ -169,7 +169,18 @@ def _first_sample(
     if INITIAL not in shared:
         return noise
     sigma = plan.steps[0].sigma
-    return sigma * noise + (1 - sigma) * shared[INITIAL]
+    return sigma * noise + (1 - sigma) * _initial(running, shared, shape)
+
+
+def _initial(running: RunningModel, shared: Embeddings, shape: tuple[int, ...]) -> torch.Tensor:
+    """The latents to start from, behind those of reference images where a sample of this shape begins with them."""
+    initial, media = shared[INITIAL], running.family.media
+    front = shape[2] - initial.shape[2]
+    if not front:
+        return initial
+    assert media is not None
+    references = shared[media.frames_from][:, : shape[1], :front]
+    return torch.cat((references.expand(len(initial), -1, -1, -1, -1), initial), dim=2)
 
 
 def _draw_noise(running: RunningModel, settings: GenerationSettings, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -185,10 +196,11 @@ def _draw_noise(running: RunningModel, settings: GenerationSettings, shape: tupl
 def _windowed_video(
     running: RunningModel, embeddings: PromptEmbeddings, settings: GenerationSettings, steps: int
 ) -> WindowedVideo | None:
-    context = find_context(running.family, settings, embeddings.shared)
+    given = without_initial(embeddings.shared)
+    context = find_context(running.family, settings, given)
     if context is None:
         return None
-    return WindowedVideo(running.family, context, settings, running.step_placement, embeddings.shared, steps=steps)
+    return WindowedVideo(running.family, context, settings, running.step_placement, given, steps=steps)
 
 
 def _prompt_rows(
@@ -202,7 +214,7 @@ def _prompt_rows(
     that the family adds, which read the prompt. With windows, a row for each of a call."""
     denoiser = running.family.denoiser
     inputs = denoiser.settings_inputs(settings if video is None else video.window_settings)
-    given = {name: rows for name, rows in embeddings.shared.items() if name not in (INITIAL, STRENGTH)}
+    given = without_initial(embeddings.shared)
     shared = given if video is None else video.first_window(given)
     copies = 1 if video is None else video.windows_per_call(branches > 1)
     negative = embeddings.positive if embeddings.negative is None else embeddings.negative

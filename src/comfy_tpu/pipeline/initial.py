@@ -29,6 +29,11 @@ def initial_embeddings(latents: torch.Tensor, strength: float) -> dict[str, torc
     return {INITIAL: latents, STRENGTH: torch.tensor([[float(strength)]])}
 
 
+def without_initial(shared: Embeddings) -> dict[str, torch.Tensor]:
+    """The embeddings of given media that the transformer reads."""
+    return {name: rows for name, rows in shared.items() if name not in (INITIAL, STRENGTH)}
+
+
 def read_strength(shared: Embeddings) -> float:
     """The strength; 1 where denoising starts from noise. Rounded: as float32, 0.7 of ten steps would be six."""
     return round(float(shared[STRENGTH]), _DIGITS) if STRENGTH in shared else 1.0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 
 from comfy_tpu.bridge import to_host
 from comfy_tpu.config import MESH_AXES, GenerationSettings
-from comfy_tpu.families.media import Clips, FittedMedia, as_frame, gray_video
+from comfy_tpu.families.media import Clip, Clips, FittedMedia, as_frame, gray_video, to_pixels
 from comfy_tpu.pipeline.checks import check_finite
 from comfy_tpu.pipeline.images import as_rgb, as_values
 from comfy_tpu.pipeline.initial import INITIAL, initial_embeddings
@@ -47,6 +49,23 @@ def encode_first_frame(running: RunningModel, image: Image.Image, settings: Gene
     single = dataclasses.replace(settings, num_frames=1)
     (latents,) = encode_clips(running, {"first frame": gray_video([as_rgb(image)], single, 1)})["first frame"]
     return latents
+
+
+def encode_frames(running: RunningModel, frames: npt.NDArray[np.uint8], settings: GenerationSettings) -> torch.Tensor:
+    """The transformer's latents of a whole video, [1, channels, frames, height, width]. `frames`: [frames, height,
+    width, 3], resized part by part."""
+    vae, scale = running.family.vae, running.family.card.temporal_scale
+    starts = range(1) if vae.decodes_all_frames else (0, *range(1, len(frames), scale))
+    ends = (*starts[1:], len(frames))
+    parts = (_resize(frames[start:end], settings) for start, end in zip(starts, ends, strict=True))
+    latents = encode_clips(running, {"video": Clip(map(to_pixels, parts), len(starts))})["video"]
+    return torch.cat(latents, dim=2)
+
+
+def _resize(frames: npt.NDArray[np.uint8], settings: GenerationSettings) -> torch.Tensor:
+    size = settings.width, settings.height
+    resized = (np.asarray(Image.fromarray(frame).resize(size, Image.Resampling.LANCZOS)) for frame in frames)
+    return torch.from_numpy(np.stack(tuple(resized)))
 
 
 def encode_clips(running: RunningModel, clips: Clips) -> dict[str, list[torch.Tensor]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import numpy as np
@@ -21,14 +21,15 @@ from PIL import Image
 from comfy_tpu.config import GenerationSettings, SecondPass, UpscaleBy
 from comfy_tpu.errors import InvalidValueError, rename_field
 from comfy_tpu.families.card import Limits, ModelCard
+from comfy_tpu.families.context import choose_method, needs_first_frame
 from comfy_tpu.families.settings import check_settings
+from comfy_tpu.families.shared.packed_sound import join_sound, split_sound
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
-from comfy_tpu.pipeline.given_media import GivenMedia
+from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
 from comfy_tpu.pipeline.images import as_bytes
-from comfy_tpu.pipeline.initial import INITIAL, STRENGTH, check_strength, initial_embeddings
+from comfy_tpu.pipeline.initial import INITIAL, check_strength, initial_embeddings, without_initial
 from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint
 from comfy_tpu.pipeline.video import VideoPipeline
-from comfy_tpu.pipeline.video_files import Frames
 
 SCALE_MAX = 8
 _FILTERS = {"latent": "bicubic", "latent-bilinear": "bilinear", "latent-nearest": "nearest-exact"}
@@ -37,6 +38,12 @@ _FILTERS = {"latent": "bicubic", "latent-bilinear": "bilinear", "latent-nearest"
 def check_second_pass(card: ModelCard, model: str, first: GenerationSettings, second: SecondPass) -> GenerationSettings:
     """The settings of the second pass; raises InvalidValueError for what the model cannot do, with the user's field."""
     larger = upscaled_settings(card, model, first, second.scale, second.by)
+    if choose_method(card, first, begins_with_image=needs_first_frame(card)) == "continue":
+        raise InvalidValueError(
+            f"upscale={second.scale:g} is a second pass over a whole video, and one of {first.num_frames} frames is "
+            f"continued every {first.context_frames}; ask for {first.context_frames} frames at most, or leave it out",
+            field="upscale",
+        )
     steps = first.num_inference_steps if second.steps == 0 else second.steps
     changes: dict[str, Any] = {"num_inference_steps": steps}
     if steps != first.num_inference_steps:
@@ -55,15 +62,20 @@ def upscaled_settings(
     card: ModelCard, model: str, first: GenerationSettings, scale: float, by: str
 ) -> GenerationSettings:
     """The settings of a result that is `scale` times as large, in the sizes that the model takes."""
-    if not (card.starts_from_image or card.starts_from_video):
+    if card.makes_segments:
         raise InvalidValueError(
-            f"upscale={scale} is a second pass that starts from latents, and {model} starts from noise alone; leave it "
-            "out, or use a model that takes an image or a video to start from",
+            f"upscale={scale} is a second pass over a whole video, and {model} makes videos segment by segment; leave "
+            "it out, or use another model",
             field="upscale",
         )
     if by not in get_args(UpscaleBy):
         raise InvalidValueError(
             f"upscale_by={by!r} is unknown; choose from {', '.join(get_args(UpscaleBy))}", field="upscale_by"
+        )
+    if by == "pixels" and not card.encodes_results:
+        raise InvalidValueError(
+            f"upscale_by=pixels encodes whole videos, and the VAE of {model} encodes first frames alone; choose latent",
+            field="upscale_by",
         )
     if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 1 < scale <= SCALE_MAX:
         raise InvalidValueError(
@@ -95,12 +107,21 @@ def _scale_side(side: int, scale: float, limits: Limits) -> int:
 def upscale_latents(
     pipeline: VideoPipeline, latents: torch.Tensor, first: GenerationSettings, larger: GenerationSettings, by: str
 ) -> torch.Tensor:
-    """Latents [videos, channels, frames, height, width] of the larger size, in the transformer's scale."""
-    if by != "pixels":
-        return resize_latents(latents, pipeline.latent_shape(larger)[3:], by)
-    # As bytes, part by part: 81 frames of 832×480 are 97 MB, and 388 MB as floats, of both twice while they are joined.
-    frames = np.concatenate([as_bytes(part) for part in pipeline.decode(latents, first)], axis=1)
-    return torch.cat([_encode(pipeline, video, larger) for video in frames])
+    """Latents [videos, channels, frames, height, width] of the larger size, in the transformer's scale. A sound stays
+    as it is."""
+    card = pipeline.family.card
+    if by == "pixels":
+        # As bytes, part by part: 81 frames of 832×480 are 97 MB, and 388 MB as floats, of both twice while they are
+        # joined.
+        frames = np.concatenate([as_bytes(part) for part in pipeline.decode(latents, first)], axis=1)
+        made = torch.cat([_encode(pipeline, video, larger) for video in frames])
+    else:
+        video = latents[:, :, : card.latent_frames(first)]
+        made = resize_latents(video, pipeline.latent_shape(larger)[3:], by)
+    if card.sound is None:
+        return made
+    _, sound = split_sound(latents, card.latent_frames(first), card.sound_tokens(first))
+    return join_sound(made, sound.to(made.dtype))
 
 
 def resize_latents(latents: torch.Tensor, size: tuple[int, ...], by: str) -> torch.Tensor:
@@ -112,40 +133,28 @@ def resize_latents(latents: torch.Tensor, size: tuple[int, ...], by: str) -> tor
     return resized.unflatten(0, (len(latents), -1)).movedim(1, 2).contiguous()
 
 
-class _ResizedFrames(Frames):
-    """Frames that are resized by Lanczos one by one, as they are read."""
-
-    def __init__(self, frames: npt.NDArray[np.uint8], size: tuple[int, int]) -> None:
-        """`frames`: [frames, height, width, 3]; `size`: width and height."""
-        super().__init__(frames)
-        self._size = size
-
-    @property
-    def size(self) -> tuple[int, int]:
-        return self._size
-
-    def frames(self, fps: float) -> Iterator[Image.Image]:
-        return (image.resize(self._size, Image.Resampling.LANCZOS) for image in super().frames(fps))
-
-    def digest(self) -> bytes:
-        return hashlib.sha256(repr(self._size).encode() + super().digest()).digest()
-
-
 def _encode(pipeline: VideoPipeline, frames: npt.NDArray[np.uint8], larger: GenerationSettings) -> torch.Tensor:
     """The latents of one video's frames [frames, height, width, 3], resized."""
-    resized = _ResizedFrames(frames, (larger.width, larger.height))
     single = dataclasses.replace(larger, num_videos=1)
-    if pipeline.family.card.starts_from_image:
-        given = GivenMedia(images=tuple(resized.frames(larger.fps)))
-    else:
-        given = GivenMedia(videos={"video": resized})
-    return pipeline.encode_media(dataclasses.replace(given, strength=1.0), single)[INITIAL]
+    if not pipeline.family.card.starts_from_image:
+        return pipeline.encode_frames(frames, single)
+    image = Image.fromarray(frames[0]).resize((larger.width, larger.height), Image.Resampling.LANCZOS)
+    return pipeline.encode_media(GivenMedia((image,), strength=1.0), single)[INITIAL]
+
+
+def encode_again(
+    pipeline: VideoPipeline, embeddings: PromptEmbeddings, given: GivenMedia, larger: GenerationSettings
+) -> PromptEmbeddings:
+    """The embeddings for the larger size: those of the prompt stay, and given media are encoded for it."""
+    if not without_initial(embeddings.shared):  # an image or video to start from is of no use any more
+        return embeddings
+    return dataclasses.replace(embeddings, shared=pipeline.encode_media(given, larger))
 
 
 def start_from(embeddings: PromptEmbeddings, latents: torch.Tensor, strength: float) -> PromptEmbeddings:
     """Embeddings with which denoising starts from latents, [1 or videos, …] in the transformer's scale."""
-    kept = {name: rows for name, rows in embeddings.shared.items() if name not in (INITIAL, STRENGTH)}
-    return dataclasses.replace(embeddings, shared={**kept, **initial_embeddings(latents, strength)})
+    shared = {**without_initial(embeddings.shared), **initial_embeddings(latents, strength)}
+    return dataclasses.replace(embeddings, shared=shared)
 
 
 def denoise_again(
@@ -154,13 +163,14 @@ def denoise_again(
     latents: torch.Tensor,
     first: GenerationSettings,
     second: SecondPass,
+    given: GivenMedia = NO_MEDIA,
     checkpoint: StepCheckpoint | None = None,
 ) -> tuple[torch.Tensor, GenerationSettings]:
-    """The latents of the second pass, and their settings. `latents`: those of the first pass. `checkpoint`: as in
-    `VideoPipeline.denoise`, of this pass alone."""
+    """The latents of the second pass, and their settings. `latents`: those of the first pass, and `given`: its media.
+    `checkpoint`: as in `VideoPipeline.denoise`, of this pass alone."""
     larger = check_second_pass(pipeline.family.card, pipeline.model_name, first, second)
     upscaled = upscale_latents(pipeline, latents, first, larger, second.by)
-    begun = start_from(embeddings, upscaled, second.strength)
+    begun = start_from(encode_again(pipeline, embeddings, given, larger), upscaled, second.strength)
     return pipeline.denoise(begun, larger, checkpoint=checkpoint), larger
 
 

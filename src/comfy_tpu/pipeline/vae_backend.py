@@ -21,7 +21,7 @@ def vae_functions(backend: VaeBackend, family: ModelFamily) -> VaeFunctions:
     return VaeFunctions(
         family.vae.decode_frame,
         {"latent": COLUMN_AXES, "cache": COLUMN_AXES},
-        family.media.encode_frames if family.media else None,
+        family.vae.encode_frames,
         {"pixels": COLUMN_AXES, "cache": COLUMN_AXES},
     )
 

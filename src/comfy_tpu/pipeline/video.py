@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 
@@ -62,10 +64,10 @@ from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.fast import find_unusable
 from comfy_tpu.pipeline.generators import close_at_exit
 from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia, as_given
-from comfy_tpu.pipeline.initial import default_strength, first_step, read_strength
+from comfy_tpu.pipeline.initial import default_strength, first_step, read_strength, without_initial
 from comfy_tpu.pipeline.latent_scale import from_vae_scale, to_vae_scale
 from comfy_tpu.pipeline.lora import Loras, open_loras
-from comfy_tpu.pipeline.media_encoding import encode_first_frame, encode_media
+from comfy_tpu.pipeline.media_encoding import encode_first_frame, encode_frames, encode_media
 from comfy_tpu.pipeline.media_fitting import fit_media
 from comfy_tpu.pipeline.media_segments import decode_media_segments, denoise_media_segments
 from comfy_tpu.pipeline.model_files import ModelFiles
@@ -368,6 +370,16 @@ class VideoPipeline:
         """Latents of an image as the first frame of a video, [1, channels, 1, height, width]."""
         return encode_first_frame(self.running, image, settings)
 
+    def encode_frames(self, frames: npt.NDArray[np.uint8], settings: GenerationSettings) -> torch.Tensor:
+        """Latents of a whole video or image, [1, channels, frames, height, width], in the transformer's scale.
+
+        `frames`: [frames, height, width, 3] of any size, resized to that of `settings`.
+        """
+        check_settings(settings, self.limits)
+        self.running.size = size_text(settings)
+        with jax.profiler.TraceAnnotation("encode images and videos"):
+            return encode_frames(self.running, frames, settings)
+
     def _fit(self, given: GivenMedia, settings: GenerationSettings) -> FittedMedia:
         check_settings(settings, self.limits)
         self._check_continued(settings, given)
@@ -400,7 +412,7 @@ class VideoPipeline:
         `seeds`: one of each video, instead of `settings.seed`, for the embeddings of several prompts
         (`embeddings.merge_embeddings`). `checkpoint`: where the steps are saved, and go on from; the caller removes it.
         """
-        card, method = self.family.card, self._context_method(settings, embeddings.shared)
+        card, method = self.family.card, self._context_method(settings, without_initial(embeddings.shared))
         if checkpoint is not None or method == "continue":
             plan = self._check_steps(embeddings, settings)
         if checkpoint is not None:
@@ -426,8 +438,8 @@ class VideoPipeline:
         made = to_host(latents, consume=True)
         check_finite("denoising", {"latents": made}, self.dtype_name)
         made = made[:, :, made.shape[2] - self.latent_shape(settings)[2] :]  # without reference images
-        media = self.family.media
-        return media.finish(made, embeddings.shared) if media and media.finish and embeddings.shared else made
+        media, given = self.family.media, without_initial(embeddings.shared)
+        return media.finish(made, given) if media and media.finish and given else made
 
     def velocities(self, embeddings: PromptEmbeddings, settings: GenerationSettings) -> Iterator[torch.Tensor]:
         """The velocity of each step of `denoise`, in the shape of the latents, on the host."""

@@ -11,7 +11,6 @@ from PIL import Image
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Config
-from comfy_tpu.families.flux2.vae import encode_frames
 from comfy_tpu.families.media import FittedMedia, reference_clips
 from comfy_tpu.families.model_family import MediaEncoding
 
@@ -43,6 +42,4 @@ def condition(
     return {name: frames[0] for name, frames in zip(_NAMES, latents.values(), strict=False)}
 
 
-REFERENCES = MediaEncoding(
-    encode_frames, reference_clips, condition, optional_embeddings=tuple(_NAMES), fit_reference=fit
-)
+REFERENCES = MediaEncoding(reference_clips, condition, optional_embeddings=tuple(_NAMES), fit_reference=fit)

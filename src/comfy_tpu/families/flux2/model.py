@@ -26,6 +26,7 @@ FLUX2_DEV = ModelFamily(
         decode_frame=vae.decode_frame,
         latent_channels=vae.latent_channels,
         latent_statistics=vae.latent_statistics,
+        encode_frames=vae.encode_frames,
     ),
     Scheduling(schedulers.SCHEDULERS),
     REFERENCES,

@@ -73,6 +73,7 @@ HUNYUAN15 = ModelCard(
             sources=("lightx2v/Hy1.5-Distill-Models",),
         ),
     },
+    encodes_results=False,
     reads_single_files=True,
 )
 

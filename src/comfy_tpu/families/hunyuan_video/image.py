@@ -85,7 +85,6 @@ def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, 
 
 
 FIRST_FRAME = MediaEncoding(
-    encode_frames,
     first_frame_clips,
     condition,
     encoder=IMAGE_ENCODER,

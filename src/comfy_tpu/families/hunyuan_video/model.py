@@ -53,7 +53,7 @@ HUNYUAN15_IMAGE = dataclasses.replace(
     card=card.HUNYUAN15_IMAGE,
     text=TextEncoding(text.TEXT_ENCODERS, image.embedding_shapes),
     denoiser=dataclasses.replace(HUNYUAN15.denoiser, frame_inputs=("condition",)),
-    vae=dataclasses.replace(HUNYUAN15.vae, component=image.IMAGE_VAE),
+    vae=dataclasses.replace(HUNYUAN15.vae, component=image.IMAGE_VAE, encode_frames=image.encode_frames),
     media=image.FIRST_FRAME,
 )
 

@@ -30,7 +30,6 @@ LTX2 = ModelFamily(
     all_frames_vae.make_vae(vae.VAE),
     Scheduling({**schedulers.SCHEDULERS, "euler-trailing": euler_from_one}, own_schedulers=schedulers.own_schedulers),
     MediaEncoding(
-        all_frames_vae.encode_frames,
         first_frame_clips,
         first_frame.condition,
         optional_embeddings=("condition",),

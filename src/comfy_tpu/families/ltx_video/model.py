@@ -25,7 +25,6 @@ LTX_VIDEO = ModelFamily(
     all_frames_vae.make_vae(vae.VAE),
     Scheduling(schedulers.SCHEDULERS, own_schedulers=schedulers.own_schedulers),
     MediaEncoding(
-        all_frames_vae.encode_frames,
         first_frame_clips,
         first_frame.condition,
         optional_embeddings=("condition",),

@@ -18,7 +18,6 @@ from comfy_tpu.families.card import Config
 from comfy_tpu.families.media import FittedMedia, reference_clips
 from comfy_tpu.families.model_family import MediaEncoding
 from comfy_tpu.families.qwen_image import text
-from comfy_tpu.families.qwen_image.vae import encode_frames
 
 VAE_AREA = 1024 * 1024
 SHOWN_AREA = 384 * 384
@@ -70,6 +69,4 @@ def embedding_shapes(shown_area: int, config: Config, settings: GenerationSettin
     }
 
 
-REFERENCES = MediaEncoding(
-    encode_frames, reference_clips, condition, optional_embeddings=tuple(_NAMES[1:]), fit_reference=fit
-)
+REFERENCES = MediaEncoding(reference_clips, condition, optional_embeddings=tuple(_NAMES[1:]), fit_reference=fit)

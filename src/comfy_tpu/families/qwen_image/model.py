@@ -43,7 +43,7 @@ QWEN_IMAGE_EDIT = dataclasses.replace(
         ),
         functools.partial(image.embedding_shapes, image.VAE_AREA),
     ),
-    vae=dataclasses.replace(QWEN_IMAGE.vae, encode_image=None),
+    vae=dataclasses.replace(QWEN_IMAGE.vae, encode_image=None, encode_frames=vae.encode_frames),
     media=image.REFERENCES,
     single_files=EDIT_FILES,
 )

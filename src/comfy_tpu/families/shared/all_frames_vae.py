@@ -50,8 +50,8 @@ def decode_frame(module: Any, latent: torch.Tensor, cache: Cache | None) -> tupl
 
 
 def encode_frames(module: Any, pixels: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
-    """[batch, 3, 1, height, width] in -1..1 -> the transformer's latents of a first frame: the mean of the VAE's
-    distribution, from which diffusers draws a sample."""
+    """[batch, 3, 8n - 7, height, width] in -1..1 -> the transformer's latents of a first frame, or of all: the mean of
+    the VAE's distribution, from which diffusers draws a sample. The cache is not used."""
     moments = module.encoder(pixels.to(module.encoder.conv_in.conv.weight.dtype)).float()
     mean, deviation = _statistics(module)
     return (moments.chunk(2, dim=1)[0] - mean) / deviation, []
@@ -68,6 +68,7 @@ def make_vae(component: ComponentSpec) -> Vae:
         decode_frame=decode_frame,
         latent_channels=latent_channels,
         latent_statistics=latent_statistics,
+        encode_frames=encode_frames,
         decodes_all_frames=True,
         tiles=Tiles(side=16, overlap=4, frames=33, frame_overlap=4),  # 512 pixels, 257 frames
     )

@@ -19,7 +19,7 @@ from comfy_tpu.families.model_family import MediaEncoding, SegmentEncoding
 from comfy_tpu.families.wan import card
 from comfy_tpu.families.wan import image as wan_image
 from comfy_tpu.families.wan import text as wan_text
-from comfy_tpu.families.wan.vae import SPATIAL_SCALE, TEMPORAL_SCALE, encode_frames
+from comfy_tpu.families.wan.vae import SPATIAL_SCALE, TEMPORAL_SCALE
 
 
 def _padded_length(settings: GenerationSettings) -> int:
@@ -168,7 +168,6 @@ def given_shapes(config: Config, settings: GenerationSettings) -> dict[str, tupl
 
 
 ANIMATE_ENCODING = MediaEncoding(
-    encode_frames,
     clips,
     condition,
     encoder=wan_image.IMAGE_ENCODER,

@@ -19,7 +19,7 @@ from comfy_tpu.families.shared import first_frame
 from comfy_tpu.families.shared.vision_encoders import VISION_RULES, strip_vision_prefix
 from comfy_tpu.families.wan import text as wan_text
 from comfy_tpu.families.wan import transformer
-from comfy_tpu.families.wan.vae import TEMPORAL_SCALE, encode_frames
+from comfy_tpu.families.wan.vae import TEMPORAL_SCALE
 from comfy_tpu.parallel.rules import column, replicate
 
 
@@ -147,10 +147,9 @@ def image_shapes(config: Config, settings: GenerationSettings) -> Mapping[str, t
     return shapes
 
 
-LATENT_ENCODING = MediaEncoding(encode_frames, clips, condition)
+LATENT_ENCODING = MediaEncoding(clips, condition)
 LATENT_AND_CLIP_ENCODING = dataclasses.replace(LATENT_ENCODING, encoder=IMAGE_ENCODER, embed=embed_image)
 FIRST_FRAME_ENCODING = MediaEncoding(
-    encode_frames,
     first_frame_clips,
     first_frame.condition,
     optional_embeddings=("condition",),

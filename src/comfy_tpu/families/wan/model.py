@@ -44,6 +44,7 @@ _VAE = Vae(
     decode_frame=vae.decode_frame,
     latent_channels=vae.latent_channels,
     latent_statistics=vae.latent_statistics,
+    encode_frames=vae.encode_frames,
     other_backends={"nnx": nnx_functions},
 )
 _VAE_5B = dataclasses.replace(_VAE, latent_channels=lambda config: int(config.get("z_dim", 48)))

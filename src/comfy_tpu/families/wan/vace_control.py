@@ -19,7 +19,7 @@ from comfy_tpu.families.card import Config
 from comfy_tpu.families.media import Clip, Clips, FittedMedia, as_pixels, to_pixels
 from comfy_tpu.families.model_family import MediaEncoding
 from comfy_tpu.families.wan import text as wan_text
-from comfy_tpu.families.wan.vae import SPATIAL_SCALE, TEMPORAL_SCALE, encode_frames
+from comfy_tpu.families.wan.vae import SPATIAL_SCALE, TEMPORAL_SCALE
 
 _WHITE = 255
 
@@ -126,7 +126,6 @@ def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, 
 
 
 CONTROL_ENCODING = MediaEncoding(
-    encode_frames,
     clips,
     condition,
     encodes_nothing=True,

@@ -10,7 +10,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.media import Clips, FittedMedia, video_clip
 from comfy_tpu.families.model_family import MediaEncoding
-from comfy_tpu.families.wan.vae import TEMPORAL_SCALE, encode_frames
+from comfy_tpu.families.wan.vae import TEMPORAL_SCALE
 
 
 def clips(media: FittedMedia, settings: GenerationSettings, config: Config) -> Clips:
@@ -23,4 +23,4 @@ def condition(
     return {"initial": torch.cat(tuple(latents["video"]), dim=2)}
 
 
-VIDEO_ENCODING = MediaEncoding(encode_frames, clips, condition)
+VIDEO_ENCODING = MediaEncoding(clips, condition)
