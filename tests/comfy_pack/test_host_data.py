@@ -1,24 +1,15 @@
 """What nodes hand out is plain host data, whatever a pipeline gives them. Needs no ComfyUI."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.comfy_pack.loading import ROOT
+from tests.comfy_pack.loading import run_script
 
 ON_META = "is a tensor on meta, expected one on cpu; use to_host()"
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    command = [sys.executable, ROOT / "tests" / "comfy_pack" / "run_nodes.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_script("run_nodes.py")
 
 
 def test_host_data_is_handed_out(outcomes):

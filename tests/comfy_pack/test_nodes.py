@@ -53,6 +53,10 @@ SCHEDULER = (
     "COMBO",
     {"default": "unipc", "options": ["unipc", "euler", "dpm++", "euler-trailing"], "optional": True},
 )
+START = [
+    ("initial_latents", "LATENT", {"optional": True}),
+    ("strength", "FLOAT", {"default": 0.5, "min": 0.01, "max": 1, "step": 0.01, "optional": True}),
+]
 LORA = ("lora", "TPU_LORA", {"optional": True})
 PIPELINE = ("pipeline", "TPU_PIPELINE", {"optional": True})
 FILE = {"default": "none", "options": ["none", "a_model.safetensors"]}
@@ -147,7 +151,7 @@ SPECIFIED = {
             (
                 "TPUSampler",
                 "TPU Sampler",
-                [*EMBEDS, *sampling, model, SCHEDULER, LORA, EMBEDDED],
+                [*EMBEDS, *sampling, model, SCHEDULER, LORA, EMBEDDED, *START],
                 [("latents", "LATENT"), ("num_frames", "INT")],
             ),
             ("TPUVAEDecoder", "TPU VAE Decoder", [("latents", "LATENT", {}), FPS, model], FRAMES),
@@ -163,7 +167,7 @@ SPECIFIED = {
     "FluxTPUSampler": (
         "Flux TPU Sampler",
         "TPU/Flux",
-        [EMBEDS[0], *FLUX_SAMPLING, FLUX_MODEL, EULER, LORA],
+        [EMBEDS[0], *FLUX_SAMPLING, FLUX_MODEL, EULER, LORA, *START],
         [("latents", "LATENT")],
     ),
     "FluxTPUVAEDecoder": ("Flux TPU VAE Decoder", "TPU/Flux", [("latents", "LATENT", {}), FLUX_MODEL], IMAGES),
@@ -183,7 +187,7 @@ SPECIFIED = {
     "Flux2TPUSampler": (
         "Flux.2 TPU Sampler",
         "TPU/Flux",
-        [*EMBEDS, *FLUX2_SAMPLING, FLUX2_MODEL, EULER, LORA, EMBEDDED],
+        [*EMBEDS, *FLUX2_SAMPLING, FLUX2_MODEL, EULER, LORA, EMBEDDED, *START],
         [("latents", "LATENT")],
     ),
     "Flux2TPUVAEDecoder": ("Flux.2 TPU VAE Decoder", "TPU/Flux", [("latents", "LATENT", {}), FLUX2_MODEL], IMAGES),
@@ -208,7 +212,7 @@ SPECIFIED = {
     "HunyuanVideo15TPUSampler": (
         "HunyuanVideo 1.5 TPU Sampler",
         "TPU/HunyuanVideo",
-        [*EMBEDS, *HUNYUAN_SAMPLING, HUNYUAN_MODEL, EULER, LORA, EMBEDDED],
+        [*EMBEDS, *HUNYUAN_SAMPLING, HUNYUAN_MODEL, EULER, LORA, EMBEDDED, *START],
         [("latents", "LATENT"), ("num_frames", "INT")],
     ),
     "HunyuanVideo15TPUVAEDecoder": (
@@ -233,7 +237,7 @@ SPECIFIED = {
     "LTXVideoTPUSampler": (
         "LTX-Video TPU Sampler",
         "TPU/LTX-Video",
-        [*EMBEDS, *LTX_SAMPLING, LTX_FPS, LTX_MODEL, EULER, LORA, EMBEDDED],
+        [*EMBEDS, *LTX_SAMPLING, LTX_FPS, LTX_MODEL, EULER, LORA, EMBEDDED, *START],
         [("latents", "LATENT"), ("num_frames", "INT")],
     ),
     "LTXVideoTPUVAEDecoder": (

@@ -1,29 +1,13 @@
 """TPU Options reaches the pipelines of the nodes: meshes, numbers of videos, and one sentence for every bad value."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.comfy_pack.loading import ROOT
+from tests.comfy_pack.loading import run_script
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT))), "JAX_PLATFORMS": "cpu"}
-    script = ROOT / "tests" / "comfy_pack" / "run_options.py"
-    done = subprocess.run(
-        [sys.executable, script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path_factory.mktemp("base"),
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_script("run_options.py", directory=tmp_path_factory.mktemp("base"))
 
 
 def test_every_node_runs_on_the_mesh_of_the_options(ran):

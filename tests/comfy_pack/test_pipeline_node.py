@@ -1,13 +1,8 @@
 """TPU Load Pipeline, and what samplers read of a CONDITIONING. Needs no ComfyUI."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.comfy_pack.loading import ROOT
+from tests.comfy_pack.loading import run_script
 
 
 @pytest.fixture(scope="module")
@@ -15,11 +10,7 @@ def outcomes(tmp_path_factory):
     models = tmp_path_factory.mktemp("models")
     for name in ("t.safetensors", "e.safetensors", "v.sft"):
         (models / name).touch()
-    command = [sys.executable, ROOT / "tests" / "comfy_pack" / "run_pipeline_node.py", models]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_script("run_pipeline_node.py", models)
 
 
 def test_the_node_gives_files_or_a_whole_model(outcomes):

@@ -2,24 +2,16 @@
 
 Needs no ComfyUI."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.comfy_pack.loading import ROOT
+from tests.comfy_pack.loading import run_script
 
 
 @pytest.fixture(scope="module")
 def ends():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, ROOT / "tests" / "comfy_pack" / "run_reports.py"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_script("run_reports.py")
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from PIL import Image
 from comfy_tpu.config import GenerationSettings, RuntimeConfig, SecondPass
 from comfy_tpu.families.shared.packed_sound import join_sound, split_sound
 from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
+from comfy_tpu.pipeline.latent_resizing import resize_frames
 from comfy_tpu.pipeline.noise import initial_noise, sound_noise
-from comfy_tpu.pipeline.second_pass import denoise_again, resize_latents
+from comfy_tpu.pipeline.second_pass import denoise_again
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, psnr
 from tests.families import (
@@ -261,7 +262,7 @@ def first_sample(
     """What the second pass begins with, from random latents of the first."""
     card, families_media = pipeline.family.card, pipeline.family.media
     frames = card.latent_frames(larger)
-    resized = resize_latents(latents[:, :, :frames], pipeline.latent_shape(larger)[3:], "latent")
+    resized = resize_frames(latents[:, :, :frames], pipeline.latent_shape(larger)[3:], "latent")
     if card.sound is not None:
         _, sound = split_sound(latents, frames, SOUND_TOKENS)
         noise = sound_noise(tuple(resized.shape), (1, 2, SOUND_TOKENS, 4), SEED)

@@ -24,6 +24,7 @@ from comfy_tpu.families.registry import model_cards
 from comfy_tpu.pipeline import artifacts, media, second_pass
 from comfy_tpu.pipeline.given_media import GivenMedia
 from comfy_tpu.pipeline.initial import INITIAL, STRENGTH
+from comfy_tpu.pipeline.latent_resizing import resize_frames
 from comfy_tpu.pipeline.video import VideoPipeline
 from comfy_tpu.pipeline.video_files import Frames
 from tests.families import small_flux, wan_pipelines
@@ -125,7 +126,7 @@ def test_images() -> None:
 @pytest.mark.parametrize("by", ["latent", "latent-bilinear", "latent-nearest"])
 def test_resized_latents(by: str) -> None:
     steps = torch.arange(4.0).view(1, 1, 1, 1, 4).expand(2, 3, 2, 4, 4)
-    made = second_pass.resize_latents(steps, (8, 8), by)
+    made = resize_frames(steps, (8, 8), by)
     assert made.shape == (2, 3, 2, 8, 8)
     assert torch.all(made[..., 1:] >= made[..., :-1])
     assert (made[0, 0, 0, 0].unique().numel() == 4) is (by == "latent-nearest")
@@ -212,7 +213,7 @@ def test_upscale_is_a_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     artifacts.save_latents(path, latents, PROMPT, settings, pipeline)
     assert main(["upscale", str(path), "--scale", "2", "--by", "latent-bilinear"]) == 0
     made, header = artifacts.load_latents(tmp_path / "upscaled.safetensors", pipeline)
-    assert torch.equal(made, second_pass.resize_latents(latents, (8, 12), "latent-bilinear"))
+    assert torch.equal(made, resize_frames(latents, (8, 12), "latent-bilinear"))
     assert (header.settings.height, header.settings.width, header.prompt) == (64, 96, PROMPT)
     assert main(["upscale", str(path), "--scale", "2", "--by", "latent-bilinear"]) == 0
     assert "is there already" in capsys.readouterr().err

@@ -133,7 +133,7 @@ LATENTS = torch.zeros(1, 16, 1, 8, 8)
         ({"shared.image": torch.zeros(1, 2)}, {}, "another model"),
         ({"shared.initial": LATENTS, "shared.strength": torch.tensor([[0.5]])}, {}, "encoded for other sizes"),
         ({"shared.initial": LATENTS, "shared.strength": torch.tensor([[2.0]])}, {}, "strength=2.0 is not"),
-        ({"shared.initial": LATENTS}, {}, "does not start from it"),
+        ({"shared.initial": LATENTS}, {}, "embeddings to start from have no strength"),
         ({}, {"model": "/etc/passwd"}, "not served here"),
         ({}, {"model": ""}, "model is missing"),
         ({}, {"model_fingerprint": "other"}, "another one here"),

@@ -18,6 +18,7 @@ from comfy_tpu.config import (
     Lora,
     RemoteServer,
     RunOptions,
+    SecondPass,
     SingleFiles,
 )
 from comfy_tpu.errors import InvalidValueError
@@ -328,6 +329,28 @@ def latents(family: NodeSet) -> io.Input:
     name = family.name
     others = "" if family.makes_sound else f", or from any ComfyUI sampler or VAE Encode of {name}"
     return io.Latent.Input("latents", tooltip=f"From {name} TPU Sampler{others}.")
+
+
+def start_inputs(family: NodeSet) -> list[io.Input]:
+    """Latents to start from, and how much of them is redrawn. Segments of a video have none."""
+    if family.makes_segments:
+        return []
+    strength = io.Float.Input(
+        "strength",
+        default=SecondPass(0.0).strength,
+        min=0.01,
+        max=1.0,
+        step=0.01,
+        optional=True,
+        tooltip="How much of the latents is redrawn, as a share of the steps: 1 is all of them. Without latents it has "
+        "no effect.",
+    )
+    use = f"Latents to start from: {noun(family)}s of this sampler, made again at the size chosen here"
+    others = "" if family.makes_sound else f", or those of any ComfyUI sampler or VAE Encode of {family.name}"
+    latents = io.Latent.Input(
+        "initial_latents", optional=True, tooltip=f"{use}{others}. They are resized, and take the place of noise alone."
+    )
+    return [latents, strength]
 
 
 def fps(family: NodeSet) -> io.Input:

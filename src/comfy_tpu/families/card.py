@@ -389,6 +389,10 @@ class NodeSet:
         return any(model.starts_from_video for model in self.models)
 
     @property
+    def makes_segments(self) -> bool:
+        return any(model.makes_segments for model in self.models)
+
+    @property
     def has_control_strength(self) -> bool:
         return any(model.has_control_strength for model in self.models)
 

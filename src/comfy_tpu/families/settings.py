@@ -103,7 +103,7 @@ def settings_of_latents(
     if len(shape) != 5 or shape[1] != channels:
         raise InvalidValueError(
             f"latents have shape {shape}, expected (videos, {channels}, frames, height, width): those of another "
-            "model; decode with the model they were made with"
+            "model; use them with the model they were made with"
         )
     videos, _, frames, height, width = shape
     # First: a wrong choice is not the latents' fault.

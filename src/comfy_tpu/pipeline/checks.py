@@ -39,7 +39,10 @@ def check_embeddings(
 ) -> None:
     card = files.family.card
     with_image = begins_with_image(card, without_initial(embeddings.shared))
-    if choose_method(card, settings, begins_with_image=with_image) == "continue" and not card.makes_segments:
+    continues = choose_method(card, settings, begins_with_image=with_image) == "continue"
+    if continues or card.makes_segments:
+        _check_no_start(files, embeddings.shared, settings)
+    if continues and not card.makes_segments:
         settings = window_settings(settings)  # the image is that of a segment
     for branch in filter(None, (branch for pair in embeddings.each for branch in (pair.positive, pair.negative))):
         shared = check_initial(files, embeddings.shared, settings)
@@ -85,17 +88,28 @@ def _check_branches(embeddings: PromptEmbeddings, settings: GenerationSettings) 
             )
 
 
+def _check_no_start(files: ModelFiles, shared: Embeddings, settings: GenerationSettings) -> None:
+    """Raises InvalidValueError for latents to start from, of which segments would take a part each."""
+    if not {INITIAL, STRENGTH} & set(shared):
+        return
+    if files.family.card.makes_segments:
+        raise InvalidValueError(
+            f"{files.name} makes videos segment by segment, and starts from no latents, image or video; leave them out"
+        )
+    raise InvalidValueError(
+        f"a video of {settings.num_frames} frames is continued every {settings.context_frames}, and starts from no "
+        f"latents; ask for {settings.context_frames} frames at most, or leave them out"
+    )
+
+
 def check_initial(files: ModelFiles, shared: Embeddings, settings: GenerationSettings) -> Embeddings:
     """The embeddings that `prepare` reads; raises InvalidValueError unless denoising can start from the others."""
     others = without_initial(shared)
     if len(others) == len(shared):
         return others
-    card = files.family.card
-    if card.makes_segments or not {INITIAL, STRENGTH} <= set(shared):
-        raise InvalidValueError(
-            f"the image or video was encoded for another model: {files.name} does not start from it; leave it out"
-        )
-    check_strength(card, read_strength(shared), settings)
+    if missing := {INITIAL, STRENGTH} - set(shared):
+        raise InvalidValueError(f"embeddings to start from have no {min(missing)}; encode the image or video again")
+    check_strength(files.family.card, read_strength(shared), settings)
     rows = settings.num_videos if len(shared[INITIAL]) == settings.num_videos else 1  # for all videos, or for each
     expected = (rows, *latent_shape(files.family, files.latent_channels, settings)[1:])
     if tuple(shared[INITIAL].shape) != expected:
@@ -104,7 +118,9 @@ def check_initial(files: ModelFiles, shared: Embeddings, settings: GenerationSet
             f"expected {expected}; encode it for {size_text(settings)}"
         )
     if not is_finite(shared[INITIAL]):
-        raise InvalidValueError(f"embeddings hold NaN or infinity ({INITIAL}); encode the image or video again")
+        raise InvalidValueError(
+            "the latents to start from hold NaN or infinity; make them, or encode the image or video, again"
+        )
     return others
 
 

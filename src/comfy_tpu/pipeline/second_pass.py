@@ -15,7 +15,6 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from PIL import Image
 
 from comfy_tpu.config import GenerationSettings, SecondPass, UpscaleBy
@@ -23,16 +22,15 @@ from comfy_tpu.errors import InvalidValueError, rename_field
 from comfy_tpu.families.card import Limits, ModelCard
 from comfy_tpu.families.context import choose_method, needs_first_frame
 from comfy_tpu.families.settings import check_settings
-from comfy_tpu.families.shared.packed_sound import join_sound, split_sound
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
 from comfy_tpu.pipeline.images import as_bytes
 from comfy_tpu.pipeline.initial import INITIAL, check_strength, initial_embeddings, without_initial
+from comfy_tpu.pipeline.latent_resizing import keep_sound, resize_latents
 from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint
 from comfy_tpu.pipeline.video import VideoPipeline
 
 SCALE_MAX = 8
-_FILTERS = {"latent": "bicubic", "latent-bilinear": "bilinear", "latent-nearest": "nearest-exact"}
 
 
 def check_second_pass(card: ModelCard, model: str, first: GenerationSettings, second: SecondPass) -> GenerationSettings:
@@ -107,30 +105,13 @@ def _scale_side(side: int, scale: float, limits: Limits) -> int:
 def upscale_latents(
     pipeline: VideoPipeline, latents: torch.Tensor, first: GenerationSettings, larger: GenerationSettings, by: str
 ) -> torch.Tensor:
-    """Latents [videos, channels, frames, height, width] of the larger size, in the transformer's scale. A sound stays
-    as it is."""
+    """Latents [videos, channels, frames, height, width] of the larger size, in the transformer's scale."""
     card = pipeline.family.card
-    if by == "pixels":
-        # As bytes, part by part: 81 frames of 832×480 are 97 MB, and 388 MB as floats, of both twice while they are
-        # joined.
-        frames = np.concatenate([as_bytes(part) for part in pipeline.decode(latents, first)], axis=1)
-        made = torch.cat([_encode(pipeline, video, larger) for video in frames])
-    else:
-        video = latents[:, :, : card.latent_frames(first)]
-        made = resize_latents(video, pipeline.latent_shape(larger)[3:], by)
-    if card.sound is None:
-        return made
-    _, sound = split_sound(latents, card.latent_frames(first), card.sound_tokens(first))
-    return join_sound(made, sound.to(made.dtype))
-
-
-def resize_latents(latents: torch.Tensor, size: tuple[int, ...], by: str) -> torch.Tensor:
-    """Latents resized frame by frame, as ComfyUI's Upscale Latent does."""
-    mode = _FILTERS[by]
-    options: dict[str, Any] = {} if mode == "nearest-exact" else {"align_corners": False}
-    flat = latents.float().movedim(2, 1).flatten(0, 1)
-    resized = F.interpolate(flat, size=size, mode=mode, **options)
-    return resized.unflatten(0, (len(latents), -1)).movedim(1, 2).contiguous()
+    if by != "pixels":
+        return resize_latents(card, latents, first, larger, by)
+    # As bytes, part by part: 81 frames of 832×480 are 97 MB, and 388 MB as floats, of both twice while they are joined.
+    frames = np.concatenate([as_bytes(part) for part in pipeline.decode(latents, first)], axis=1)
+    return keep_sound(card, torch.cat([_encode(pipeline, video, larger) for video in frames]), latents, first)
 
 
 def _encode(pipeline: VideoPipeline, frames: npt.NDArray[np.uint8], larger: GenerationSettings) -> torch.Tensor:

@@ -21,7 +21,7 @@ from comfy_tpu.compiler.residency import Residency, shared_residency
 from comfy_tpu.compiler.stored import open_store
 from comfy_tpu.config import FastSettings, GenerationSettings, Lora, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families.card import Limits
+from comfy_tpu.families.card import Limits, ModelCard
 from comfy_tpu.families.context import (
     Method,
     begins_with_image,
@@ -175,8 +175,12 @@ class VideoPipeline:
         return self.files.family
 
     @property
+    def card(self) -> ModelCard:
+        return self.family.card
+
+    @property
     def limits(self) -> Limits:
-        return self.family.card.limits
+        return self.card.limits
 
     @property
     def has_two_transformers(self) -> bool:

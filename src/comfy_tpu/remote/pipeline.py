@@ -164,8 +164,12 @@ class RemotePipeline:
         return self.model.fingerprint
 
     @property
+    def card(self) -> ModelCard:
+        return self.model.card
+
+    @property
     def limits(self) -> Limits:
-        return self.model.card.limits
+        return self.card.limits
 
     @property
     def has_two_transformers(self) -> bool:
