@@ -163,6 +163,27 @@ def test_comfyuis_sampler_goes_on_from_our_latents(client: ComfyClient, base: Pa
     assert psnr(read_kept(base, "ours"), refined) > 20
 
 
+def test_our_sampler_goes_on_from_comfyuis_latents_of_another_size(client: ComfyClient, base: Path) -> None:
+    """Resized, with some noise put back and taken away again: the circle stays at its place."""
+    begun = three_nodes(seed=7, steps=STEPS, initial_latents=["larger", 0], strength=0.2)
+    prompt = {
+        **begun,
+        **NATIVE,
+        **ksampler([ENCODER, 0], [ENCODER, 1]),
+        "larger": {
+            "class_type": "LatentUpscaleBy",
+            "inputs": {"samples": ["ksampler", 0], "upscale_method": "bicubic", "scale_by": 1.5},
+        },
+        "alone": three_nodes(seed=7, steps=STEPS)[SAMPLER],
+        "theirs": native_decoder(["ksampler", 0]),
+        "elsewhere": our_decoder(["alone", 0]),
+    }
+    client.succeed(keep(prompt, ours=[DECODER, 0], theirs=["theirs", 0], elsewhere=["elsewhere", 0]))
+    ours, theirs, elsewhere = (read_kept(base, name) for name in ("ours", "theirs", "elsewhere"))
+    assert shows_a_red_circle(ours)
+    assert psnr(ours, theirs) > 25 > 17 > psnr(elsewhere, theirs)
+
+
 def test_two_videos_in_one_latent_decode_as_comfyuis_vae_does(client: ComfyClient, base: Path) -> None:
     prompt = {
         **three_nodes(steps=STEPS),
