@@ -19,6 +19,7 @@ NAMES = [
     "hunyuanvideo15_tpu_basic",
     "hunyuanvideo15_tpu_image_to_video",
     "ltx2_tpu_basic",
+    "ltx2_tpu_image_to_video",
     "ltxv_tpu_basic",
     "ltxv_tpu_image_to_video",
     "qwen_image_tpu_basic",
@@ -35,9 +36,11 @@ NAMES = [
     "wan21_tpu_videohelpersuite",
     "wan22_tpu_basic",
     "wan22_tpu_image_to_video",
+    "wan22_tpu_second_pass",
     "wan_animate_tpu_basic",
     "wan_vace_tpu_basic",
     "z_image_tpu_basic",
+    "z_image_tpu_image_to_image",
 ]
 OURS = ("Wan21", "Wan22", "Flux", "HunyuanVideo15", "LTXVideo", "LTX2", "ZImage", "QwenImage", "WanVACE", "WanAnimate")
 """What the types of nodes with a model of their own begin with."""

@@ -30,6 +30,7 @@ RUNS = (
     ("wan22_tpu_basic.json", "small/pair"),
     ("wan22_tpu_image_to_video.json", "small/pair-from-images"),
     ("wan22_tpu_image_to_video.json", "small/5b"),
+    ("wan22_tpu_second_pass.json", "small/pair"),
     ("wan_vace_tpu_basic.json", "small/vace"),
     ("wan_animate_tpu_basic.json", "small/animate"),
     ("flux_tpu_basic.json", "small/flux"),
@@ -41,9 +42,11 @@ RUNS = (
     ("ltxv_tpu_image_to_video.json", "small/ltx"),
     ("ltx2_tpu_basic.json", "small/ltx2"),
     ("ltx2_tpu_basic.json", "small/ltx23"),
+    ("ltx2_tpu_image_to_video.json", "small/ltx2"),
     ("qwen_image_tpu_basic.json", "small/qwen-image"),
     ("qwen_image_tpu_edit.json", "small/qwen-image-edit"),
     ("z_image_tpu_basic.json", "small/z-image"),
+    ("z_image_tpu_image_to_image.json", "small/z-image"),
 )
 """Every family's example workflows, and a model that is small."""
 DIRECTORIES: dict[str, Callable[[], Path]] = {
