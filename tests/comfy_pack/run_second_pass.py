@@ -60,8 +60,10 @@ def run(kind: str) -> dict[str, Any]:
     )
     wanted = pipeline.to_vae_scale(again).reshape(second.shape)
     both = torch.cat((first, first.flip(-1)))
+    odd = torch.nn.functional.interpolate(first.flatten(0, -3).unsqueeze(0), (3, 5))[0].unflatten(0, first.shape[:-2])
+    frames = {"num_frames": 17} if "num_frames" in size else {}
     wrong = {
-        "frames": {**larger, "num_frames": 17, "initial_latents": {"samples": first}},
+        "frames": {**larger, **frames, "initial_latents": {"samples": first}},
         "another model": {**larger, "initial_latents": {"samples": first[:, :3]}},
         "noise mask": {**larger, "initial_latents": {"samples": first, "noise_mask": first}},
         "no number": {**larger, "initial_latents": {"samples": first / 0}},
@@ -69,6 +71,11 @@ def run(kind: str) -> dict[str, Any]:
         "strength": {**larger, "initial_latents": {"samples": first}, "strength": 0.1},
         "numbers": {**larger, "initial_latents": {"samples": both}, "options": RunOptions(num_videos=3)},
     }
+    if kind == "video":
+        wrong["fps"] = {**larger, "initial_latents": {"samples": first, "fps": 24}, "fps": 12}
+        wrong["no sound"] = {**larger, "initial_latents": {"samples": first[:, :, :2]}}
+    else:  # the VAE's latents of any image, of which a model makes even ones alone
+        sample(**larger, initial_latents={"samples": odd}, strength=0.5)
     return {
         "difference": float((second - wanted).abs().max()),
         "another strength": float(

@@ -24,8 +24,10 @@ def test_each_latent_is_one_result(outcomes):
 @pytest.mark.parametrize(
     ("case", "sentence"),
     [
-        ("frames", "initial_latents hold 9 frames, and num_frames is 17; set it to 9, or make the latents again"),
-        ("another model", "those of another model; use them with the model they were made with"),
+        ("frames", "initial_latents have 5 frames, and 17 frames of video at 24 a second have 3 with 5 more for the"),
+        ("another model", "those of another model; connect latents of this one"),
+        ("fps", "initial_latents were made at 24 frames a second, and their sound is as long; set fps to that"),
+        ("no sound", "initial_latents have 2 frames, and 9 frames of video at 24 a second have 2 with 3 more for the"),
         (
             "noise mask",
             "initial_latents come with a noise_mask, from Set Latent Noise Mask or VAE Encode (for Inpainting)",

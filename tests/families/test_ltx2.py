@@ -157,7 +157,8 @@ def test_one_compilation_for_every_prompt_and_scale_of_a_size() -> None:
 def test_stages_write_one_file_with_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """encode, denoise and decode, each from the file before it, as the command line runs them."""
     prompt, width, height, frames = SIZES["64x64x9"]
-    text, latents, video = (str(tmp_path / name) for name in ("text.safetensors", "latents.safetensors", "video.mp4"))
+    text, latents, larger = (str(tmp_path / f"{name}.safetensors") for name in ("text", "latents", "larger"))
+    video = str(tmp_path / "video.mp4")
     options = ["--model", str(small_ltx2.directory()), "--platform", "cpu", "--mesh", "dp=2,sp=4"]
     sizes = ["--width", str(width), "--height", str(height), "--num-frames", str(frames), "--steps", "2", "--seed", "7"]
     sizes += ["--stg-scale", "1", "--stg-block", str(BLOCK)]
@@ -168,8 +169,11 @@ def test_stages_write_one_file_with_sound(tmp_path: Path, capsys: pytest.Capture
             ["encode", prompt, "-o", text, "--negative-prompt", NEGATIVE, *sizes, *options],
             ["denoise", text, "-o", latents, *options],
             ["decode", latents, "-o", video, *options],
+            ["upscale", latents, "--scale", "2", "-o", larger, *options],
         ):
             assert cli.main(argv) == 0, capsys.readouterr().err
+        assert cli.main(["denoise", text, "--latents", larger, "--fps", "12", "-o", latents, *options]) == 1
+        assert "--fps 12 is not that of the latents, 24, whose sound is as long as" in capsys.readouterr().err
     finally:
         (small_ltx2.directory() / "generation.json").unlink()
     with av.open(video) as container:

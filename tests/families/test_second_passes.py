@@ -14,14 +14,16 @@ from diffusers.pipelines.ltx import pipeline_ltx_image2video
 from PIL import Image
 
 from comfy_tpu.config import GenerationSettings, RuntimeConfig, SecondPass
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.shared.packed_sound import join_sound, split_sound
 from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
 from comfy_tpu.pipeline.latent_resizing import resize_frames
 from comfy_tpu.pipeline.noise import initial_noise, sound_noise
-from comfy_tpu.pipeline.second_pass import denoise_again
+from comfy_tpu.pipeline.second_pass import denoise_again, start_from
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, psnr
 from tests.families import (
+    small_animate,
     small_flux2,
     small_hunyuan,
     small_hunyuan_image,
@@ -372,3 +374,28 @@ def test_a_whole_result_is_encoded_as_by_diffusers(name: str) -> None:
     with torch.no_grad():
         wanted = BY_DIFFUSERS[name](case.reference(), torch.from_numpy(resized).permute(3, 0, 1, 2)[None] / 127.5 - 1)
     assert psnr(found, wanted, span=float(wanted.std())) >= SAME
+
+
+def test_a_long_video_from_latents_has_the_windows_of_one_from_a_prompt() -> None:
+    """Of a model that continues videos from images: latents to start from are no image."""
+    pipeline = opened("Wan 2.2 5B", SINGLE)
+    chosen: dict[str, Any] = {**CHOSEN, "height": 64, "width": 64, "num_frames": 25, "context_frames": 9}
+    auto, static = (pipeline.settings(**chosen, context=context) for context in ("auto", "static"))
+    begun = torch.randn(pipeline.latent_shape(auto), generator=torch.Generator().manual_seed(1))
+    embeddings = start_from(pipeline.encode_text(PROMPT, auto), begun, 0.5)
+    made = pipeline.denoise(embeddings, auto)
+    assert torch.equal(made, pipeline.denoise(embeddings, static))
+    whole = dataclasses.replace(auto, context="none")
+    assert not torch.allclose(made, pipeline.denoise(embeddings, whole), atol=1e-2)
+    with pytest.raises(InvalidValueError, match="continued every 9, and starts from no latents; ask for 9 frames at"):
+        pipeline.denoise(start_from(pipeline.encode(PROMPT, auto, [picture(0)]), begun, 0.5), auto)
+
+
+@pytest.mark.thorough
+def test_a_video_that_is_made_in_segments_starts_from_no_latents() -> None:
+    pipeline = VideoPipeline.open(small_animate.directory(), RuntimeConfig(mesh=SINGLE))
+    settings = pipeline.settings(**CHOSEN, height=64, width=64)
+    begun = torch.zeros(pipeline.latent_shape(settings))
+    embeddings = start_from(pipeline.encode_text(PROMPT, settings), begun, 0.5)
+    with pytest.raises(InvalidValueError, match="makes videos segment by segment, and starts from no latents, ima"):
+        pipeline.denoise(embeddings, settings)

@@ -207,9 +207,9 @@ def test_latents_of_another_size_are_refused_by_the_next_stage() -> None:
     embeddings = pipeline.encode_text(PROMPT, settings)
     shared = {"initial": torch.zeros(1, 4, 3, 6, 6), "strength": torch.tensor([[0.5]])}
     for given, message in (
-        (shared, "the image or video was encoded for other sizes: initial has shape"),
-        ({"initial": shared["initial"]}, "was encoded for another model"),
-        ({**shared, "initial": torch.full((1, 4, 3, 8, 12), torch.nan)}, r"NaN or infinity \(initial\)"),
+        (shared, "what to start from was made for other sizes: its latents have shape"),
+        ({"initial": shared["initial"]}, "embeddings to start from have no strength"),
+        ({**shared, "initial": torch.full((1, 4, 3, 8, 12), torch.nan)}, "latents to start from hold NaN or infinity"),
     ):
         with pytest.raises(InvalidValueError, match=message):
             pipeline.denoise(type(embeddings)(PROMPT, embeddings.positive, embeddings.negative, shared=given), settings)

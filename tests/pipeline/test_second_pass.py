@@ -164,7 +164,7 @@ def test_resized_latents(by: str) -> None:
             "HunyuanVideo-1.5",
             {"scale": 1.5, "by": "pixels"},
             "upscale_by",
-            "encodes whole videos, and the VAE of x encodes first frames alone; choose latent$",
+            "encodes the whole result, which x does not do here; choose latent$",
         ),
         ("LTX-2", {"scale": 1.5, "by": "latent-nearest", "strength": 0.0}, "upscale_strength", "upscale_strength 0.0"),
     ],
@@ -174,6 +174,12 @@ def test_refused(model: str, chosen: dict[str, Any], field: str, message: str) -
     with pytest.raises(InvalidValueError, match=message) as caught:
         second_pass.check_second_pass(card, "x", card.defaults, SecondPass(**chosen))
     assert caught.value.field == field
+
+
+def test_a_strength_that_is_no_number_is_refused_before_steps_are_counted() -> None:
+    settings, embeddings, latents = first_pass()
+    with pytest.raises(InvalidValueError, match="strength=nan is not a number over 0, up to 1"):
+        opened().denoise(second_pass.start_from(embeddings, latents, float("nan")), settings)
 
 
 def test_a_video_that_is_continued_has_none() -> None:

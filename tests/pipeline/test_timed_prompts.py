@@ -10,6 +10,7 @@ import torch
 from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.config import GenerationSettings, RuntimeConfig
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings, TimedEmbeddings
+from comfy_tpu.pipeline.second_pass import start_from
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.pipeline import small_pipeline
 
@@ -44,6 +45,16 @@ def test_each_step_reads_the_prompt_of_its_time_and_nothing_is_compiled_for_it()
     assert count.requested == 0
     assert [torch.equal(*pair) for pair in zip(before, made, strict=True)] == [True, True, False, False]
     assert not torch.equal(made[2], velocities(second)[2]), "it goes on from what the first prompt began"
+
+
+def test_steps_that_are_left_out_count() -> None:
+    """As in ComfyUI, whose shares are those of all steps."""
+    first, second = (pipeline().encode_text(prompt, settings()) for prompt in ("a red circle", "blue on black"))
+    halves = (TimedEmbeddings(0.0, 0.5, first.positive), TimedEmbeddings(0.5, 1.0, second.positive))
+    begun = torch.randn(pipeline().latent_shape(settings()), generator=torch.Generator().manual_seed(1))
+    timed = velocities(start_from(dataclasses.replace(first, timed_positive=halves), begun, 0.5))
+    assert len(timed) == 2
+    assert all(torch.equal(*pair) for pair in zip(timed, velocities(start_from(second, begun, 0.5)), strict=True))
 
 
 def test_the_same_prompt_in_two_ranges_is_that_prompt() -> None:

@@ -180,6 +180,11 @@ def test_an_installed_pack_is_known_to_the_command_line(site: Path) -> None:
     assert f"NAME {NAME} is taken by the family PixArtSigma ({PACKAGE}); choose another name" in done.stderr
 
 
+def test_the_code_of_a_pack_is_what_its_card_says(site: Path) -> None:
+    code = f"from comfy_tpu.families.registry import load_family; print(load_family({KEY!r}).card.name)"
+    assert python("-c", code, path=(ROOT / "src", site)).stdout.split() == [KEY]
+
+
 def test_what_registries_read(pack: Path) -> None:
     project = tomllib.loads((pack / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["project"]["name"] == "comfyui-pixartsigma-tpu"

@@ -131,7 +131,7 @@ LATENTS = torch.zeros(1, 16, 1, 8, 8)
         ({"positive@7.text": torch.zeros(1, 512, 128)}, {"ranges": '{"positive": [[0, 1]]}'}, "ranges"),
         ({"../../x": torch.zeros(1, 2)}, {}, "no embedding"),
         ({"shared.image": torch.zeros(1, 2)}, {}, "another model"),
-        ({"shared.initial": LATENTS, "shared.strength": torch.tensor([[0.5]])}, {}, "encoded for other sizes"),
+        ({"shared.initial": LATENTS, "shared.strength": torch.tensor([[0.5]])}, {}, "made for other sizes"),
         ({"shared.initial": LATENTS, "shared.strength": torch.tensor([[2.0]])}, {}, "strength=2.0 is not"),
         ({"shared.initial": LATENTS}, {}, "embeddings to start from have no strength"),
         ({}, {"model": "/etc/passwd"}, "not served here"),

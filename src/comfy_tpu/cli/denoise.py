@@ -13,6 +13,7 @@ from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.parallel.hosts import is_first_host
 
 if TYPE_CHECKING:
+    from comfy_tpu.families.card import ModelCard
     from comfy_tpu.pipeline.artifacts import Header
 
 OUTPUT = "latents.safetensors"
@@ -59,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         embeddings, header = artifacts.load_text(arguments.text, session.pipeline)
         settings = session.settings(header.settings if start is None else _resize(header.settings, start))
         if start is not None:
+            _check_fps(session.pipeline.card, settings, start)
             begun, _ = artifacts.load_latents(arguments.latents, session.pipeline)
             strength = SecondPass(0.0).strength if arguments.strength is None else arguments.strength
             embeddings = second_pass.start_from(embeddings, begun, strength)
@@ -97,6 +99,15 @@ def _read_start(arguments: argparse.Namespace) -> Header | None:
             field="strength",
         )
     return None
+
+
+def _check_fps(card: ModelCard, settings: GenerationSettings, start: Header) -> None:
+    if card.sound is not None and settings.fps != start.settings.fps:
+        raise InvalidValueError(
+            f"fps={settings.fps} is not that of the latents, {start.settings.fps}, whose sound is as long as their "
+            "frames; leave it out",
+            field="fps",
+        )
 
 
 def _resize(settings: GenerationSettings, start: Header) -> GenerationSettings:

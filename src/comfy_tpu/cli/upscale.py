@@ -37,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     with sessions.open_next_stage(arguments, arguments.latents, header) as session:
         session.check_outputs(output)
         pipeline, first = session.pipeline, header.settings
-        larger = second_pass.upscaled_settings(pipeline.family.card, pipeline.model_name, first, arguments.upscale, by)
         latents, header = artifacts.load_latents(arguments.latents, pipeline)
+        larger = second_pass.upscaled_settings(pipeline.family.card, pipeline.model_name, first, arguments.upscale, by)
         session.loras, session.images_fingerprint = header.loras, header.images_fingerprint
         session.attention_window, session.quantization = header.attention_window, header.quantization
         session.second_pass = second_pass.describe_upscaling(latents, arguments.upscale, by)

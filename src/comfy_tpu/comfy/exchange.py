@@ -170,9 +170,19 @@ def from_images(name: str, images: Any) -> Image:
     return fromarray(_as_uint8(image))
 
 
-def to_latent(samples: torch.Tensor, *, is_image: bool = False) -> Latent:
-    """A LATENT [videos, channels, frames, height, width]; of images without the frames, as in ComfyUI."""
-    return {"samples": samples[:, :, 0] if is_image else samples}
+def to_latent(samples: torch.Tensor, *, is_image: bool = False, fps: int | None = None) -> Latent:
+    """A LATENT [videos, channels, frames, height, width]; of images without the frames, as in ComfyUI. `fps`: where it
+    decides what the samples mean; ComfyUI's nodes hand it on."""
+    return {"samples": samples[:, :, 0] if is_image else samples, **({} if fps is None else {"fps": fps})}
+
+
+def check_fps(name: str, latent: Latent, fps: int | None) -> None:
+    """Raises InvalidValueError for a LATENT that says that it is of another frame rate."""
+    if fps is not None and latent.get("fps", fps) != fps:
+        raise InvalidValueError(
+            f"{name} were made at {latent['fps']} frames a second, and their sound is as long; set fps to that",
+            field="fps",
+        )
 
 
 def from_latent(name: str, latent: Any) -> torch.Tensor:

@@ -17,6 +17,7 @@ from comfy_tpu.comfy.exchange import (
     Latent,
     TimedPrompt,
     check_conditioning,
+    check_fps,
     from_conditioning,
     from_frames,
     from_images,
@@ -29,6 +30,7 @@ from comfy_tpu.comfy.exchange import (
     to_latent,
     to_video,
 )
+from comfy_tpu.comfy.initial_latents import read_initial_latents, settings_for_each, start_from
 from comfy_tpu.comfy.node_text import NodeText, size_text
 from comfy_tpu.comfy.remote_run import remote_run
 from comfy_tpu.comfy.run import pipeline_run, show_note
@@ -243,18 +245,19 @@ class Sampler(FamilyNode):
             name = "negative_prompt_embeds"
             prompts[name] = check_conditioning(name, negative_prompt_embeds or [], steps)
         shared = _check_image_embeds(image_embeds)
-        begun = _check_initial_latents(initial_latents)
+        begun = read_initial_latents(initial_latents, chosen.get("fps"))
         stages = {"denoising": chosen["num_inference_steps"]}
         model = inputs.choose_model(model_id, pipeline)
         loras = inputs.check_loras(lora)
         with open_run(family, model, stages, server, loras, run_options.runtime, run_options.preset) as pipeline:
             settings = _make_settings(pipeline, **chosen, **run_options.settings)
             if begun is not None:
-                settings = _settings_for_each(begun, settings)
-                shared = _start_from(pipeline, shared, begun, strength, settings)
+                settings = settings_for_each(begun, settings)
+                shared = start_from(pipeline, shared, begun, strength, settings)
             embeddings = dataclasses.replace(_read_prompts(family, pipeline, settings, prompts), shared=shared)
             made = pipeline.to_vae_scale(pipeline.denoise(embeddings, settings))
-        latents = to_latent(made, is_image=family.makes_images)
+        # Behind the frames is the sound of their seconds.
+        latents = to_latent(made, is_image=family.makes_images, fps=settings.fps if family.makes_sound else None)
         return node_output(latents) if family.makes_images else node_output(latents, settings.num_frames)
 
 
@@ -285,6 +288,7 @@ class VAEDecoder(FamilyNode):
         samples, run_options = from_latent("latents", latents), inputs.check_options(options)
         if fps is not None:
             inputs.check_integers(fps=fps)
+        check_fps("latents", latents, fps)
         model = inputs.choose_model(model_id, pipeline)
         stages = {"decoding": samples.shape[2]}
         with open_run(cls.FAMILY, model, stages, server, runtime=run_options.runtime) as pipeline:
@@ -446,54 +450,6 @@ def _check_image_embeds(image_embeds: Any) -> dict[str, torch.Tensor]:
             field="image_embeds",
         )
     return image_embeds
-
-
-def _check_initial_latents(latents: Any) -> torch.Tensor | None:
-    """The samples of a LATENT of which all is redrawn; None: there is none."""
-    if latents is None:
-        return None
-    samples = from_latent("initial_latents", latents)
-    if latents.get("noise_mask") is not None:
-        raise InvalidValueError(
-            "initial_latents come with a noise_mask, from Set Latent Noise Mask or VAE Encode (for Inpainting), which "
-            "is not read here; connect the latents without it",
-            field="initial_latents",
-        )
-    return samples
-
-
-def _settings_for_each(latents: torch.Tensor, settings: GenerationSettings) -> GenerationSettings:
-    """A result for each of several latents."""
-    count = len(latents)
-    if count > 1 and settings.num_videos not in (1, count):
-        raise InvalidValueError(
-            f"initial_latents hold {count} {'images' if latents.shape[2] == 1 else 'videos'}, and TPU Options ask for "
-            f"{settings.num_videos}; leave num_videos at 1",
-            field="initial_latents",
-        )
-    return settings if count == 1 else dataclasses.replace(settings, num_videos=count)
-
-
-def _start_from(
-    pipeline: NodePipeline,
-    shared: Mapping[str, torch.Tensor],
-    latents: torch.Tensor,
-    strength: float,
-    settings: GenerationSettings,
-) -> dict[str, torch.Tensor]:
-    """The embeddings of given media, with latents to start from in place of an image or video to start from."""
-    from comfy_tpu.pipeline.initial import initial_embeddings, without_initial
-    from comfy_tpu.pipeline.latent_resizing import resize_latents
-
-    made = pipeline.latent_settings(latents, fps=settings.fps, context_frames=settings.context_frames)
-    if made.num_frames != settings.num_frames:
-        raise InvalidValueError(
-            f"initial_latents hold {made.num_frames} frames, and num_frames is {settings.num_frames}; set it to "
-            f"{made.num_frames}, or make the latents again",
-            field="initial_latents",
-        )
-    resized = resize_latents(pipeline.card, pipeline.from_vae_scale(latents), made, settings)
-    return {**without_initial(shared), **initial_embeddings(resized, strength)}
 
 
 def _read_prompts(

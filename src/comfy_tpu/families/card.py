@@ -176,8 +176,9 @@ class ModelCard:
     """Whether the frame rate is an input of the transformer."""
     sound: SoundFacts | None = None
     """None: videos are silent."""
-    encodes_results: bool = True
-    """Whether the VAE encodes whole videos, or images, as a second pass by pixels does; False: a first frame alone."""
+    encodes_results: bool = False
+    """Whether the VAE encodes whole videos, or images, as a second pass by pixels does; False: a first frame at
+    most."""
     vae_backends: tuple[VaeBackend, ...] = (VAE_BACKEND,)
     """The backends of the VAE, the default first."""
     reuse_curves: Mapping[str, Config] = dataclasses.field(default_factory=dict)

@@ -39,11 +39,10 @@ def check_embeddings(
 ) -> None:
     card = files.family.card
     with_image = begins_with_image(card, without_initial(embeddings.shared))
-    continues = choose_method(card, settings, begins_with_image=with_image) == "continue"
-    if continues or card.makes_segments:
+    if choose_method(card, settings, begins_with_image=with_image) == "continue":
         _check_no_start(files, embeddings.shared, settings)
-    if continues and not card.makes_segments:
-        settings = window_settings(settings)  # the image is that of a segment
+        if not card.makes_segments:
+            settings = window_settings(settings)  # the image is that of a segment
     for branch in filter(None, (branch for pair in embeddings.each for branch in (pair.positive, pair.negative))):
         shared = check_initial(files, embeddings.shared, settings)
         every = {**branch, **shared}
@@ -114,8 +113,8 @@ def check_initial(files: ModelFiles, shared: Embeddings, settings: GenerationSet
     expected = (rows, *latent_shape(files.family, files.latent_channels, settings)[1:])
     if tuple(shared[INITIAL].shape) != expected:
         raise InvalidValueError(
-            f"the image or video was encoded for other sizes: {INITIAL} has shape {tuple(shared[INITIAL].shape)}, "
-            f"expected {expected}; encode it for {size_text(settings)}"
+            f"what to start from was made for other sizes: its latents have shape {tuple(shared[INITIAL].shape)}, "
+            f"expected {expected}; encode or make it for {size_text(settings)}"
         )
     if not is_finite(shared[INITIAL]):
         raise InvalidValueError(

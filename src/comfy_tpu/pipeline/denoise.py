@@ -75,8 +75,10 @@ def denoise_steps(
             contextlib.nullcontext() if checkpoint is None else checkpoint.saving_if_cancelled(done, samples, outputs)
         )
 
-    # Another prompt is other inputs of the same programs.
-    prompts = [embeddings.at(index / len(plan)) for index in range(len(plan))]
+    # Another prompt is other inputs of the same programs. Steps that are left out count: a prompt of the first half is
+    # over where the other half of the steps is run.
+    count = settings.num_inference_steps
+    prompts = [embeddings.at(index / count) for index in range(count - len(plan), count)]
     left = list(zip(plan, prompts, strict=True))[begin:]
     runs = itertools.groupby(left, lambda pair: _run_key(*pair))
     for (number, guided, *_), run in runs:

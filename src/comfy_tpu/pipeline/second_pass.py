@@ -72,7 +72,7 @@ def upscaled_settings(
         )
     if by == "pixels" and not card.encodes_results:
         raise InvalidValueError(
-            f"upscale_by=pixels encodes whole videos, and the VAE of {model} encodes first frames alone; choose latent",
+            f"upscale_by=pixels encodes the whole result, which {model} does not do here; choose latent",
             field="upscale_by",
         )
     if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 1 < scale <= SCALE_MAX:

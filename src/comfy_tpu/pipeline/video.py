@@ -64,7 +64,7 @@ from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.fast import find_unusable
 from comfy_tpu.pipeline.generators import close_at_exit
 from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia, as_given
-from comfy_tpu.pipeline.initial import default_strength, first_step, read_strength, without_initial
+from comfy_tpu.pipeline.initial import check_strength, default_strength, first_step, read_strength, without_initial
 from comfy_tpu.pipeline.latent_scale import from_vae_scale, to_vae_scale
 from comfy_tpu.pipeline.lora import Loras, open_loras
 from comfy_tpu.pipeline.media_encoding import encode_first_frame, encode_frames, encode_media
@@ -181,6 +181,10 @@ class VideoPipeline:
     @property
     def limits(self) -> Limits:
         return self.card.limits
+
+    @property
+    def latent_channels(self) -> int:
+        return self.files.latent_channels
 
     @property
     def has_two_transformers(self) -> bool:
@@ -454,6 +458,7 @@ class VideoPipeline:
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
         check_context(self.family, self.model_name, settings)
+        check_strength(self.family.card, strength, settings)
         begin = first_step(self.family.card, settings.num_inference_steps, strength)
         schedule = self._schedule(self._step_settings(settings), begin)
         return make_plan(

@@ -172,6 +172,10 @@ class RemotePipeline:
         return self.card.limits
 
     @property
+    def latent_channels(self) -> int:
+        return self.model.latent_channels
+
+    @property
     def has_two_transformers(self) -> bool:
         return self.model.transformers > 1
 

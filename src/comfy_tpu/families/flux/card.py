@@ -44,6 +44,7 @@ FLUX_DEV = ModelCard(
     sizes={str(size): {"height": size, "width": size} for size in (512, 768, 1024)},
     spatial_scale=8,
     temporal_scale=1,
+    encodes_results=True,
     published={"black-forest-labs/FLUX.1-dev": {**TRANSFORMER, "guidance_embeds": True}},
     licences={"black-forest-labs/FLUX.1-dev": "FLUX.1 [dev] Non-Commercial"},
     guidance="embedded",

@@ -62,6 +62,7 @@ FLUX2_DEV = ModelCard(
     sizes={str(size): {"height": size, "width": size} for size in (512, 768, 1024)},
     spatial_scale=16,
     temporal_scale=1,
+    encodes_results=True,
     published={"black-forest-labs/FLUX.2-dev": TRANSFORMER_DEV},
     licences={"black-forest-labs/FLUX.2-dev": _NON_COMMERCIAL},
     guidance="embedded",

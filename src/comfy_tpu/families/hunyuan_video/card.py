@@ -73,7 +73,6 @@ HUNYUAN15 = ModelCard(
             sources=("lightx2v/Hy1.5-Distill-Models",),
         ),
     },
-    encodes_results=False,
     reads_single_files=True,
 )
 

@@ -120,6 +120,7 @@ LTX2 = ModelCard(
     },
     spatial_scale=32,
     temporal_scale=8,
+    encodes_results=True,
     published={"Lightricks/LTX-2": TRANSFORMER},
     licences={"Lightricks/LTX-2": "LTX-2 Community License"},
     matches=lambda index, config: not config.get("cross_attn_mod"),

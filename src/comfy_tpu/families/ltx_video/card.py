@@ -49,6 +49,7 @@ LTX_VIDEO = ModelCard(
     sizes={"512P": {"height": 512, "width": 704}, "480P": {"height": 480, "width": 832}},
     spatial_scale=32,
     temporal_scale=8,
+    encodes_results=True,
     published={"Lightricks/LTX-Video": TRANSFORMER},
     licences={"Lightricks/LTX-Video": "LTX-Video Open Weights"},
     image=ImageInput("first_frame"),

@@ -49,6 +49,7 @@ QWEN_IMAGE = ModelCard(
     sizes={str(size): {"height": size, "width": size} for size in (512, 768, 1024, 1328)},
     spatial_scale=8,
     temporal_scale=1,
+    encodes_results=True,
     published={"Qwen/Qwen-Image": TRANSFORMER, "Qwen/Qwen-Image-2512": TRANSFORMER},
     licences={"Qwen/Qwen-Image": _APACHE, "Qwen/Qwen-Image-2512": _APACHE},
     image=ImageInput("initial"),

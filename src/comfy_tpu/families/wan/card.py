@@ -123,6 +123,7 @@ WAN21 = ModelCard(
     },
     spatial_scale=8,
     temporal_scale=4,
+    encodes_results=True,
     published={
         "Wan-AI/Wan2.1-T2V-14B-Diffusers": TRANSFORMER_14B,
         "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _TRANSFORMER_1_3B,

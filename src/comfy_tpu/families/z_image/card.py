@@ -55,6 +55,7 @@ Z_IMAGE_TURBO = ModelCard(
     sizes={str(size): {"height": size, "width": size} for size in (512, 768, 1024, 1536)},
     spatial_scale=8,
     temporal_scale=1,
+    encodes_results=True,
     published={"Tongyi-MAI/Z-Image-Turbo": TRANSFORMER},
     licences={"Tongyi-MAI/Z-Image-Turbo": _APACHE},
     guidance_off=0.0,
