@@ -2,9 +2,10 @@
 
 import asyncio
 import dataclasses
+import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from PIL import Image
 
 import comfy_tpu
 from comfy_tpu.compiler.residency import Residency
-from comfy_tpu.config import AttentionConfig, ResidencyConfig, RuntimeConfig
+from comfy_tpu.config import AttentionConfig, ResidencyConfig, RuntimeConfig, SecondPass
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.facade import Settings, Video
 from comfy_tpu.pipeline import media
+from comfy_tpu.pipeline.second_pass import denoise_again
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.pipeline import small_loras, small_pipeline
 
@@ -121,6 +123,83 @@ def test_a_preset_is_of_one_call(pipe: comfy_tpu.Pipeline, video: Video, caplog:
     assert np.array_equal(again.numpy(), video.numpy())
     with pytest.raises(InvalidValueError, match="preset=9step is unknown"):
         pipe(PROMPT, preset="9step")
+
+
+def test_a_second_pass_is_that_of_the_stages(pipe: comfy_tpu.Pipeline, video: Video, tmp_path: Path) -> None:
+    stages, first = pipe.stages, video.settings
+    embeddings = stages.encode(PROMPT, first)
+    second = SecondPass(2.0, strength=0.5, by="pixels")
+    latents, larger = denoise_again(stages, embeddings, stages.denoise(embeddings, first), first, second)
+    expected = torch.cat(list(stages.decode(latents, larger)), dim=1)[0]
+
+    saved = tmp_path / "steps.safetensors"
+    made = pipe(PROMPT, seed=7, upscale=np.float64(2), upscale_by="pixels", checkpoint=saved, **SIZE)
+    assert made.frames.shape == (5, 64, 96, 3)
+    assert made.settings == larger
+    assert np.array_equal(made.frames, expected.mul(255).round().clamp(0, 255).byte().numpy())
+    assert json.loads(made.metadata["second_pass"]) == {
+        "scale": 2.0,
+        "strength": 0.5,
+        "steps": 0,
+        "by": "pixels",
+        "from": "48x32",
+        "from_steps": 2,
+    }
+    assert not list(tmp_path.iterdir()), "both files of saved steps are removed at the end"
+    streamed = asyncio.run(_read_all(pipe.stream(PROMPT, seed=7, upscale=2, upscale_by="pixels", **SIZE)))
+    assert np.array_equal(np.stack(streamed), made.frames)
+
+
+async def _read_all(frames: AsyncIterator[np.ndarray]) -> list[np.ndarray]:
+    return [frame async for frame in frames]
+
+
+def test_an_interrupted_second_pass_goes_on(
+    pipe: comfy_tpu.Pipeline, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen: dict[str, Any] = {**SIZE, "seed": 7, "upscale": 2, "upscale_steps": 4}
+    whole = pipe(PROMPT, **chosen)
+    saved = tmp_path / "x.checkpoint.safetensors"
+    denoised: list[tuple[int, int]] = []
+
+    def stop(progress: comfy_tpu.Progress) -> None:
+        if progress.stage == "denoising":
+            denoised.append((progress.done, progress.total))
+            if len(denoised) > 3 and progress.done == 2:  # of the second pass
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipe(PROMPT, checkpoint=saved, on_progress=stop, **chosen)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "x.checkpoint.safetensors",
+        "x.checkpoint.second-pass.safetensors",
+    }
+    with caplog.at_level("INFO"):
+        again = pipe(PROMPT, checkpoint=saved, **chosen)
+    assert np.array_equal(again.frames, whole.frames)
+    assert [record.getMessage().split(",")[0] for record in caplog.records if "resumed" in record.getMessage()] == [
+        "resumed after step 2 of 2",
+        "resumed after step 1 of 2",
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"upscale": "2"}, "upscale='2' is not a number over 1"),
+        ({"upscale": 1}, "upscale=1 is not a number over 1"),
+        ({"upscale": 2, "upscale_by": "lanczos"}, "upscale_by='lanczos' is unknown"),
+        ({"upscale": 2, "upscale_strength": 0}, "upscale_strength=0 is not a number over 0"),
+        ({"upscale": 2, "upscale_steps": -1}, "upscale_steps=-1 is not allowed"),
+        ({"upscale_steps": 4}, "upscale_steps is for a second pass; give upscale too"),
+    ],
+)
+def test_a_second_pass_that_cannot_be_is_refused_before_the_first(
+    chosen: Any, message: str, pipe: comfy_tpu.Pipeline
+) -> None:
+    with pytest.raises(InvalidValueError, match=f"^{message}"):
+        pipe(PROMPT, on_progress=lambda progress: pytest.fail("it has begun"), **SIZE, **chosen)
 
 
 def test_progress_of_a_call_and_cancelling(pipe: comfy_tpu.Pipeline, video: Video) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.start.blank_model import make_blank_model
-from comfy_tpu.errors import InvalidValueError, rename_field
+from comfy_tpu.errors import InvalidValueError, rename_as_flag
 from comfy_tpu.pipeline.atomic import check_directory, check_place
 
 BLANK = "blank-wan-14b"
@@ -150,7 +150,7 @@ def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     except OSError as error:
         parser.error(f"--directory {given.directory} cannot be made ({error.strerror}); choose another place")
     except InvalidValueError as error:
-        parser.error(rename_field(str(error), error.field, f"--{error.field}"))
+        parser.error(rename_as_flag(str(error), error.field, f"--{error.field}"))
 
 
 def _total(result: dict[str, Any]) -> float:

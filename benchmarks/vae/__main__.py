@@ -10,7 +10,7 @@ from benchmarks.vae.choices import VARIANTS, VaeChoices
 from comfy_tpu.bench.report import RunFiles
 from comfy_tpu.cli.options import number_parser, parse_names, path_parser
 from comfy_tpu.cli.terminal import print_error, print_message, print_text
-from comfy_tpu.errors import ComfyTpuError, rename_field
+from comfy_tpu.errors import ComfyTpuError, rename_as_flag
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -69,7 +69,7 @@ def main() -> int:
         run(parser.parse_args())
     except ComfyTpuError as error:
         flag = None if error.field is None else f"--{error.field.replace('_', '-')}"
-        print_error(rename_field(str(error), error.field, flag))
+        print_error(rename_as_flag(str(error), error.field, flag))
         return 1
     return 0
 

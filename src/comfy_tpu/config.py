@@ -312,6 +312,10 @@ class SecondPass:
     by: UpscaleBy = "latent"
 
 
+SECOND_PASS = "second-pass"
+"""In the names of the files that its steps are saved to."""
+
+
 INIT_IMAGE_STRENGTH, INIT_VIDEO_STRENGTH = 0.6, 0.8
 """The default strengths of image-to-image and video-to-video: the share of the image or video that is replaced."""
 CONTROL_STRENGTH = 1.0

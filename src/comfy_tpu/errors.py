@@ -64,10 +64,17 @@ class ComfyTpuError(Exception):
 
 
 def rename_field(message: str, field: str | None, name: str | None) -> str:
-    """The message with another name for its field: "--height 100 is …" for "height=100 is …"."""
-    if field is None or name is None or not message.startswith((f"{field}=", f"{field} ")):
-        return message
-    return f"{name} {message[len(field) + 1 :]}"
+    """The message with another name for its field."""
+    return f"{name}{message[len(field) :]}" if field and name and _begins_with(message, field) else message
+
+
+def rename_as_flag(message: str, field: str | None, flag: str | None) -> str:
+    """The message with a flag for its field: "--height 100 is …" for "height=100 is …"."""
+    return f"{flag} {message[len(field) + 1 :]}" if field and flag and _begins_with(message, field) else message
+
+
+def _begins_with(message: str, field: str) -> bool:
+    return message.startswith((f"{field}=", f"{field} "))
 
 
 class InvalidValueError(ComfyTpuError, ValueError):

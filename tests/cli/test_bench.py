@@ -17,7 +17,7 @@ from comfy_tpu.cli.bench import add_arguments
 from comfy_tpu.cli.main import main
 from comfy_tpu.compiler.cache import enable_cache
 from comfy_tpu.config import CacheConfig
-from comfy_tpu.errors import rename_field
+from comfy_tpu.errors import rename_as_flag
 from tests.bench.test_results import make_run
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ def test_a_choice_that_the_model_or_the_machine_refuses_is_one_sentence(argument
         Job(model=model, dtype="float32", mesh=given.mesh, sizes=tuple(given.size), parts=("compile",)), emitted.append
     )
     (answer,) = emitted
-    refusal = rename_field(answer["refused"], answer["field"], f"--{answer['field']}")
+    refusal = rename_as_flag(answer["refused"], answer["field"], f"--{answer['field']}")
     assert message in refusal
     assert "\n" not in refusal
 

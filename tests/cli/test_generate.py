@@ -21,7 +21,7 @@ from comfy_tpu.cli import main as cli
 from comfy_tpu.cli import options
 from comfy_tpu.cli.progress import StageTimes, format_spans
 from comfy_tpu.config import FAST, AttentionConfig, BlockSizes, GenerationSettings, Lora, TileWindow
-from comfy_tpu.errors import CheckpointError, rename_field
+from comfy_tpu.errors import CheckpointError, rename_as_flag
 from comfy_tpu.jobs.request import parse_lora
 from comfy_tpu.pipeline import artifacts, media, video
 from comfy_tpu.pipeline.progress import Progress
@@ -566,7 +566,7 @@ def test_full_disk_is_one_line(opened, capsys, monkeypatch):
     ],
 )
 def test_fields_are_shown_as_flags(field, text, shown):
-    assert rename_field(text, field, options.find_flag(field, {})) == shown
+    assert rename_as_flag(text, field, options.find_flag(field, {})) == shown
 
 
 def test_time_of_a_stage_inside_another_is_counted_once(monkeypatch):

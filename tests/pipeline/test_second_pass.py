@@ -156,9 +156,9 @@ def test_resized_latents(by: str) -> None:
             "upscale_by",
             "upscale_by='ai' is unknown; choose from latent, latent-",
         ),
-        ("Wan 2.1", {"scale": 1.5, "strength": 1.5}, "upscale_strength", "upscale_strength 1.5 is not a number over 0"),
+        ("Wan 2.1", {"scale": 1.5, "strength": 1.5}, "upscale_strength", "upscale_strength=1.5 is not a number over 0"),
         ("Wan 2.1", {"scale": 1.5, "strength": 0.01}, "upscale_strength", "0.01 leaves none of 50 steps; use 0.02"),
-        ("Wan 2.1", {"scale": 1.5, "steps": 2000}, "upscale_steps", "upscale_steps 2000 is not allowed; give a whole"),
+        ("Wan 2.1", {"scale": 1.5, "steps": 2000}, "upscale_steps", "upscale_steps=2000 is not allowed; give a whole"),
         ("Wan 2.2 Animate", {"scale": 1.5}, "upscale", "whole video, and x makes videos segment by segment; leave it"),
         (
             "HunyuanVideo-1.5",
@@ -166,7 +166,7 @@ def test_resized_latents(by: str) -> None:
             "upscale_by",
             "encodes the whole result, which x does not do here; choose latent$",
         ),
-        ("LTX-2", {"scale": 1.5, "by": "latent-nearest", "strength": 0.0}, "upscale_strength", "upscale_strength 0.0"),
+        ("LTX-2", {"scale": 1.5, "by": "latent-nearest", "strength": 0.0}, "upscale_strength", "upscale_strength=0.0"),
     ],
 )
 def test_refused(model: str, chosen: dict[str, Any], field: str, message: str) -> None:
@@ -207,7 +207,7 @@ def test_values_of_a_command_line() -> None:
     assert second_pass.read_second_pass({"upscale": 2.0}) == SecondPass(2.0)
     given = {"upscale": 2.0, "upscale_strength": 0.3, "upscale_steps": 8, "upscale_by": "pixels"}
     assert second_pass.read_second_pass(given) == SecondPass(2.0, 0.3, 8, "pixels")
-    with pytest.raises(InvalidValueError, match="upscale_by is for a second pass; give --upscale too, or leave it out"):
+    with pytest.raises(InvalidValueError, match="upscale_by is for a second pass; give upscale too, or leave it out"):
         second_pass.read_second_pass({"upscale_by": "pixels"})
 
 

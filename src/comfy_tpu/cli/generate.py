@@ -7,6 +7,7 @@ import argparse
 from comfy_tpu.cli import options
 from comfy_tpu.cli.device_start import start_devices
 from comfy_tpu.cli.hosts import add_hosts
+from comfy_tpu.config import SECOND_PASS
 
 VIDEO_OUTPUT = "video.mp4"
 IMAGE_OUTPUT = "image.png"
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
                 settings,
                 second,
                 given,
-                session.open_checkpoint(paths, "second-pass"),
+                session.open_checkpoint(paths, SECOND_PASS),
             )
         session.write_videos(latents, prompt, settings, paths)
         session.remove_checkpoint()

@@ -24,7 +24,7 @@ from comfy_tpu.cli import hosts
 from comfy_tpu.cli.options import argument_names, find_flag
 from comfy_tpu.cli.streams import discard, is_output_broken, standard_streams
 from comfy_tpu.cli.terminal import print_error, warning_lines
-from comfy_tpu.errors import ComfyTpuError, InvalidValueError, is_out_of_host_memory, rename_field
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError, is_out_of_host_memory, rename_as_flag
 from comfy_tpu.pipeline.partial_files import remove_own
 from comfy_tpu.terminal_text import excerpt, sanitize
 
@@ -104,7 +104,7 @@ def _run(argv: Sequence[str]) -> int:
                     if arguments.runs_models:
                         _check_address_space()
                     with warning_lines(
-                        lambda text, field: rename_field(text, field, find_flag(field, names)),
+                        lambda text, field: rename_as_flag(text, field, find_flag(field, names)),
                         verbose=getattr(arguments, "verbose", False),
                     ):
                         status: int = arguments.run(arguments)
@@ -124,7 +124,7 @@ def _run(argv: Sequence[str]) -> int:
         if sentence is None:
             raise
         field = getattr(error, "field", None)
-        print_error(rename_field(sentence, field, find_flag(field, names)))
+        print_error(rename_as_flag(sentence, field, find_flag(field, names)))
         return 1
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
-from comfy_tpu.config import GenerationSettings, Interpolation
+from comfy_tpu.config import SECOND_PASS, GenerationSettings, Interpolation
 from comfy_tpu.errors import InvalidValueError, NotFiniteError
 from comfy_tpu.families.presets import AUTO, find_preset
 from comfy_tpu.jobs import opening
@@ -25,7 +25,6 @@ from comfy_tpu.jobs.inputs import Inputs
 from comfy_tpu.jobs.lanes import Lanes
 from comfy_tpu.jobs.ledger import Job
 from comfy_tpu.jobs.outcome import CancelledError, Outcome, outcome_of_error
-from comfy_tpu.jobs.output_names import SECOND_PASS
 from comfy_tpu.jobs.request import DEFAULT_MODEL, PER_ROW_FIELDS, Request
 from comfy_tpu.jobs.saved_steps import SavedSteps
 from comfy_tpu.jobs.stages import run_stage

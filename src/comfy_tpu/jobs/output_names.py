@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from comfy_tpu.config import SECOND_PASS
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.pipeline.frame_names import FRAME_NAME, number_videos
 
@@ -14,7 +15,6 @@ OWN_DIRECTORY = ".comfy-tpu"
 """Inside the batch's directory, for the ledger and saved steps."""
 _STEPS = f"{OWN_DIRECTORY}/steps/"
 _STEPS_SUFFIX = ".safetensors"
-SECOND_PASS = "second-pass"
 
 _VIDEOS_MAX = 1000
 """More are refused when the job runs."""

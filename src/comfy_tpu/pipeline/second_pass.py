@@ -183,7 +183,7 @@ def read_second_pass(values: Mapping[str, Any]) -> SecondPass | None:
         if chosen:
             name = next(iter(chosen))
             raise InvalidValueError(
-                f"upscale_{name} is for a second pass; give --upscale too, or leave it out", field=f"upscale_{name}"
+                f"upscale_{name} is for a second pass; give upscale too, or leave it out", field=f"upscale_{name}"
             )
         return None
     return SecondPass(values["upscale"], **chosen)
