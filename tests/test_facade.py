@@ -202,6 +202,12 @@ def test_a_second_pass_that_cannot_be_is_refused_before_the_first(
         pipe(PROMPT, on_progress=lambda progress: pytest.fail("it has begun"), **SIZE, **chosen)
 
 
+def test_the_metadata_say_how_much_of_a_video_was_replaced(pipe: comfy_tpu.Pipeline, video: Video) -> None:
+    made = pipe(PROMPT, seed=7, video=video.frames, strength=0.5, **SIZE)
+    assert made.metadata["strength"] == "0.5"
+    assert "strength" not in video.metadata
+
+
 def test_progress_of_a_call_and_cancelling(pipe: comfy_tpu.Pipeline, video: Video) -> None:
     heard: list[comfy_tpu.Progress] = []
     pipe(PROMPT, seed=7, on_progress=heard.append, **SIZE)

@@ -35,7 +35,7 @@ class ByPixels:
 
 
 def admit(planner: Any, settings: GenerationSettings = SETTINGS, job_seconds: float | None = None) -> float | None:
-    return Admission(planner, Estimator(planner), job_seconds).admit("wan", WAN, settings)
+    return Admission(planner, Estimator(planner), job_seconds).admit("wan", WAN, (settings,))
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_nothing_is_known() -> None:
 
 def test_times_are_those_of_the_same_shape_or_in_proportion_to_the_work() -> None:
     estimator = Estimator(ByPixels())
-    estimator.record("wan", SETTINGS, 100.0)
-    assert estimator.predict("wan", dataclasses.replace(SETTINGS, seed=9, negative_prompt="dull")) == 100.0
-    assert estimator.predict("wan", dataclasses.replace(SETTINGS, num_inference_steps=25)) == pytest.approx(50.0)
-    assert estimator.predict("wan", dataclasses.replace(SETTINGS, num_frames=41)) == pytest.approx(100.0 * 41 / 81)
-    assert estimator.predict("flux", SETTINGS) is None
-    estimator.record("wan", SETTINGS, 200.0)
-    assert estimator.predict("wan", SETTINGS) == pytest.approx(130.0)
+    estimator.record("wan", (SETTINGS,), 100.0)
+    assert estimator.predict("wan", (dataclasses.replace(SETTINGS, seed=9, negative_prompt="dull"),)) == 100.0
+    assert estimator.predict("wan", (dataclasses.replace(SETTINGS, num_inference_steps=25),)) == pytest.approx(50.0)
+    assert estimator.predict("wan", (dataclasses.replace(SETTINGS, num_frames=41),)) == pytest.approx(100.0 * 41 / 81)
+    assert estimator.predict("flux", (SETTINGS,)) is None
+    estimator.record("wan", (SETTINGS,), 200.0)
+    assert estimator.predict("wan", (SETTINGS,)) == pytest.approx(130.0)
 
 
 def test_a_planner_of_slices_counts_the_model() -> None:
@@ -123,7 +123,7 @@ def test_a_refusal_and_estimates_in_answers(tmp_path: Path) -> None:
 
 def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:
     with running(tmp_path, limits=Limits(queued_jobs=1)) as (client, service, executor):
-        service.estimator.record("demo", service.models["demo"].defaults, 42.0)
+        service.estimator.record("demo", (service.models["demo"].defaults,), 42.0)
         accepted = 0
         while accepted < 3:  # one runs and one is leased ahead, as soon as the scheduler looks; one waits
             accepted += client.post("/v1/videos", json={"prompt": "wait"}).status_code == 200

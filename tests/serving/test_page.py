@@ -125,6 +125,19 @@ def test_a_video_from_order_to_deletion(browser: "Browser", address: str) -> Non
         page.get_by_text("Finished videos and images appear here.").wait_for()
 
 
+def test_a_larger_video_by_a_second_pass(browser: "Browser", address: str) -> None:
+    with tab(browser, address) as page:
+        page.get_by_text("More settings").click()
+        order(page, WHITE, Seed="7", **{"Enlarge by": "1.5"})
+        card = finished(page, WHITE)
+        assert card.locator(".summary").inner_text() == "demo · 96×96 · 4 steps · seed 7"
+        page.wait_for_function("() => document.querySelector('#gallery video')?.videoWidth === 96")
+        card.get_by_role("button", name=f"Use these settings again: {WHITE}").click()
+        values = {name: page.locator(f"#{name}").input_value() for name in ("size", "upscale")}
+        assert values == {"size": "64x64", "upscale": "1.5"}
+        delete_all(page)
+
+
 def test_a_running_job_is_cancelled(browser: "Browser", address: str) -> None:
     with tab(browser, address) as page:
         order(page, BLACK, steps=900)

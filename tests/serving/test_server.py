@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import re
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from comfy_tpu.pipeline import media
+from comfy_tpu.pipeline.video_files import open_video
 from tests.families import small_flux2
 from tests.serving.real_server import RealServer
 
@@ -54,6 +57,18 @@ def test_videos(server: RealServer) -> None:
     server.end(signal.SIGTERM)
     assert server.process is not None
     assert server.process.returncode is not None
+
+
+def test_a_second_pass(server: RealServer, tmp_path: Path) -> None:
+    client = connect(server)
+    chosen = {"seed": 7, "num_inference_steps": 2, "upscale": 1.5, "upscale_by": "pixels"}
+    made = client.videos.create(model="demo", prompt="a red circle moving left", size="64x64", extra_body=chosen)
+    video = client.videos.poll(made.id, poll_interval_ms=100)
+    assert (video.status, video.size, video.error) == ("completed", "96x96", None)
+    path = tmp_path / "larger.mp4"
+    client.videos.download_content(video.id).write_to_file(path)
+    assert open_video(path, "video").size == (96, 96)
+    assert json.loads(media.read_metadata(path)["second_pass"])["from"] == "64x64"
 
 
 def test_images(tmp_path: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import ModelCard
 from comfy_tpu.serving.estimates import Estimator
-from comfy_tpu.serving.planner import Planner
+from comfy_tpu.serving.planner import Planner, StepCost
 
 _TRIES_MAX = 8
 """Smaller shapes whose memory is counted, for the answer."""
@@ -27,19 +27,35 @@ class Admission:
     job_seconds: float | None = None
     """The longest that a job may take; None: any time."""
 
-    def admit(self, model: str, card: ModelCard, settings: GenerationSettings) -> float | None:
-        """The seconds that the job will take, as far as is known. Raises TooLargeError."""
-        self._check_memory(model, card, settings)
-        seconds = self.estimator.predict(model, settings)
+    def admit(self, model: str, card: ModelCard, passes: Sequence[GenerationSettings]) -> float | None:
+        """The seconds that the job will take, as far as is known. `passes`: the settings of each denoising. Raises
+        TooLargeError."""
+        first, *later = passes
+        self._check_memory(model, card, first)
+        for larger in later:
+            self._check_second_pass(model, larger)
+        seconds = self.estimator.predict(model, passes)
         if seconds is not None and self.job_seconds is not None and seconds > self.job_seconds:
-            steps = int(settings.num_inference_steps * self.job_seconds / seconds)
+            steps = int(first.num_inference_steps * self.job_seconds / seconds)
             advice = f"{steps} steps would fit" if steps else "choose a smaller size or fewer frames"
+            if later:
+                advice = "choose fewer steps or a smaller size, or leave upscale out"
+            described = " and ".join(f"{each.num_inference_steps} steps of {_describe(each)}" for each in passes)
             raise TooLargeError(
-                f"{settings.num_inference_steps} steps of {_describe(settings)} would take about {seconds:.0f} s, and "
-                f"{self.job_seconds:.0f} s are the most here; {advice}",
+                f"{described} would take about {seconds:.0f} s, and {self.job_seconds:.0f} s are the most here; "
+                f"{advice}",
                 field="num_inference_steps",
             )
         return seconds
+
+    def _check_second_pass(self, model: str, larger: GenerationSettings) -> None:
+        cost = None if self.planner is None else self.planner.cost(model, larger)
+        if cost is not None and cost.needed_bytes and not cost.fits:
+            raise TooLargeError(
+                f"upscale makes it {_describe(larger)}, which {_describe_memory(cost)}; choose a smaller factor, or "
+                "leave it out",
+                field="upscale",
+            )
 
     def _check_memory(self, model: str, card: ModelCard, settings: GenerationSettings) -> None:
         cost = None if self.planner is None else self.planner.cost(model, settings)
@@ -49,8 +65,7 @@ class Admission:
         smaller = next(fitting, None)
         advice = f"{_describe(smaller)} would fit" if smaller else "choose a smaller size or fewer frames"
         raise TooLargeError(
-            f"{_describe(settings)} needs about {cost.needed_bytes / 1e9:.1f} GB on each device, and "
-            f"{cost.available_bytes / 1e9:.1f} GB can be used; {advice}",
+            f"{_describe(settings)} {_describe_memory(cost)}; {advice}",
             field="size",
         )
 
@@ -77,6 +92,13 @@ def _smaller(card: ModelCard, settings: GenerationSettings) -> Iterator[Generati
         if width * height < area and tried < _TRIES_MAX:
             tried += 1
             yield dataclasses.replace(settings, width=width, height=height, num_frames=frames)
+
+
+def _describe_memory(cost: StepCost) -> str:
+    return (
+        f"needs about {cost.needed_bytes / 1e9:.1f} GB on each device, and {cost.available_bytes / 1e9:.1f} GB can be "
+        "used"
+    )
 
 
 def _describe(settings: GenerationSettings) -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import VIDEO_NAMES
 from comfy_tpu.jobs.ledger import State
 from comfy_tpu.jobs.served_ledger import Record
+from comfy_tpu.pipeline.second_pass import read_second_pass
+from comfy_tpu.serving.job_progress import JobProgress
 from comfy_tpu.serving.served_model import ServedModel
-from comfy_tpu.serving.service import JobProgress
 
 STATUS: dict[State, str] = {
     "submitted": "queued",
@@ -31,7 +34,7 @@ def describe_video(
     chosen = values if model is None else model.chosen_settings(values)
     width, height = chosen.get("width", defaults.width), chosen.get("height", defaults.height)
     frames, fps = chosen.get("num_frames", defaults.num_frames), chosen.get("fps", defaults.fps)
-    finished = record.finished_at
+    finished, second = record.finished_at, read_second_pass(values)
     answer: dict[str, Any] = {
         "id": record.id,
         "object": record.kind,
@@ -41,7 +44,7 @@ def describe_video(
         "created_at": int(record.created_at),
         "completed_at": int(finished) if record.state == "done" and finished else None,
         "expires_at": int(finished + expires_after) if finished else None,
-        "size": f"{width}x{height}",
+        "size": f"{width}x{height}" if second is None or model is None else _upscaled_size(model, values),
         "seconds": f"{frames / fps:g}",
         "prompt": record.request.prompt,
         "error": None,
@@ -53,10 +56,19 @@ def describe_video(
             for name, default in dataclasses.asdict(defaults).items()
             if model is not None or name in chosen
         },
+        "second_pass": None if second is None else dataclasses.asdict(second),
     }
     if record.state in ("failed", "cancelled"):
         answer["error"] = {"code": record.state, "message": record.error}
     return answer
+
+
+def _upscaled_size(model: ServedModel, values: Mapping[str, Any]) -> str:
+    try:
+        result = model.passes(values)[-1]
+    except InvalidValueError:  # of a server before, which took other values
+        return "auto"
+    return f"{result.width}x{result.height}"
 
 
 def describe_model(model: ServedModel, created: float) -> dict[str, Any]:
@@ -77,6 +89,7 @@ def describe_model(model: ServedModel, created: float) -> dict[str, Any]:
         "max_references": model.card.max_references,
         "takes_videos": [f"input_{video.name}" for video in model.card.videos],
         "needs_videos": [f"input_{video.name}" for video in model.card.videos if video.required],
+        "has_second_pass": not model.card.makes_segments,
         "has_guidance": model.card.guidance != "none",
         "has_negative_prompt": model.card.guidance == "classifier_free",
     }

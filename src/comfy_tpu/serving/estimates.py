@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.serving.planner import Planner
+from comfy_tpu.serving.planner import Planner, StepCost
 
 _NEWEST = 0.3
 """The share of the newest job in the average of its shape."""
@@ -30,9 +30,9 @@ class Estimator:
         self._measured: dict[tuple[str, Hashable], _Measured] = {}
         self._lock = threading.Lock()
 
-    def record(self, model: str, settings: GenerationSettings, seconds: float) -> None:
-        """A job that was carried out in so many seconds."""
-        key, work = (model, _shape(settings)), self._work(model, settings)
+    def record(self, model: str, passes: Sequence[GenerationSettings], seconds: float) -> None:
+        """A job that was carried out in so many seconds. `passes`: the settings of each denoising."""
+        key, work = (model, _shape(passes)), self._work(model, passes)
         with self._lock:
             known = self._measured.pop(key, None)
             average = seconds if known is None else (1 - _NEWEST) * known.seconds + _NEWEST * seconds
@@ -40,20 +40,17 @@ class Estimator:
             if len(self._measured) > _SHAPES_MAX:
                 del self._measured[next(iter(self._measured))]
 
-    def predict(self, model: str, settings: GenerationSettings) -> float | None:
+    def predict(self, model: str, passes: Sequence[GenerationSettings]) -> float | None:
         """Seconds of a job; None where nothing is known."""
         with self._lock:
-            same = self._measured.get((model, _shape(settings)))
+            same = self._measured.get((model, _shape(passes)))
             others = [each for (name, _), each in self._measured.items() if name == model and each.work]
         if same is not None:
             return same.seconds
-        work = self._work(model, settings)
+        work = self._work(model, passes)
         if others and others[-1].work and work:
             return others[-1].seconds * work / others[-1].work
-        cost = None if self._planner is None else self._planner.cost(model, settings)
-        if cost is None or cost.seconds is None:
-            return None
-        return cost.seconds * settings.num_inference_steps
+        return self._total(model, passes, lambda cost: cost.seconds)
 
     def usual_seconds(self) -> float | None:
         """Of a job, over all shapes."""
@@ -61,12 +58,24 @@ class Estimator:
             times = [each.seconds for each in self._measured.values()]
         return sum(times) / len(times) if times else None
 
-    def _work(self, model: str, settings: GenerationSettings) -> float | None:
-        cost = None if self._planner is None else self._planner.cost(model, settings)
-        return None if cost is None else cost.flops * settings.num_inference_steps
+    def _work(self, model: str, passes: Sequence[GenerationSettings]) -> float | None:
+        return self._total(model, passes, lambda cost: cost.flops)
+
+    def _total(
+        self, model: str, passes: Sequence[GenerationSettings], of_step: Callable[[StepCost], float | None]
+    ) -> float | None:
+        """The sum over all steps; None where it is unknown of one."""
+        total = 0.0
+        for settings in passes:
+            cost = None if self._planner is None else self._planner.cost(model, settings)
+            each = None if cost is None else of_step(cost)
+            if each is None:
+                return None
+            total += each * settings.num_inference_steps
+        return total
 
 
-def _shape(settings: GenerationSettings) -> Hashable:
+def _shape(passes: Sequence[GenerationSettings]) -> Hashable:
     """What decides how long a job takes."""
-    values = dataclasses.asdict(dataclasses.replace(settings, seed=0, negative_prompt="", fps=1))
-    return tuple(sorted((name, repr(value)) for name, value in values.items()))
+    shapes = (dataclasses.asdict(dataclasses.replace(each, seed=0, negative_prompt="", fps=1)) for each in passes)
+    return tuple(tuple(sorted((name, repr(value)) for name, value in shape.items())) for shape in shapes)

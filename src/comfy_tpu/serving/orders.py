@@ -39,6 +39,8 @@ _SIZE = re.compile(r"^([1-9][0-9]{0,4})x([1-9][0-9]{0,4})$")
 _LORA_NAME = re.compile(r"[\w][\w .+-]*")
 _LORA = re.compile(r"[^:]*(:(?P<strength>(?!(high|low|all)$)[^:]+))?(:(?P<noise>high|low|all))?")
 LORAS_MAX = 16
+UPSCALE_FIELDS = ("upscale", "upscale_strength", "upscale_steps", "upscale_by")
+"""Of a second pass at a larger size."""
 
 
 def make_request(
@@ -60,6 +62,10 @@ def make_request(
             _check_limited(name, given)
         elif field == "strength" and (card.starts_from_image or card.starts_from_video):
             values[field] = _strength(given)
+        elif name == "upscale_by":
+            values[name] = str(given)[:40]
+        elif name in UPSCALE_FIELDS:
+            values[name] = _number(name, given)
         elif field not in _SETTINGS:
             raise InvalidValueError(f"{name[:60]} is no field of this API; leave it out", field=name[:60])
         else:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
-from comfy_tpu.config import GenerationSettings
+from comfy_tpu.config import GenerationSettings, UpscaleBy
 from comfy_tpu.serving.orders import FIXED, HINTS, SAME_FIELDS
 from comfy_tpu.serving.uploads import IMAGE_FIELDS, VIDEO_FIELDS
 
@@ -38,6 +38,13 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "type": "number",
         "description": "How much of the image or video is redrawn, where a model starts from one.",
     },
+    "upscale": {
+        "type": "number",
+        "description": "A second pass makes both sides so many times as long; the next three are of it.",
+    },
+    "upscale_strength": {"type": "number", "description": "The share of its steps that is run."},
+    "upscale_steps": {"type": "integer", "description": "Its steps; 0: as many as the first pass has."},
+    "upscale_by": {"enum": list(get_args(UpscaleBy))},
     "user": {"type": "string", "description": "Of OpenAI's API; changes nothing."},
     **{
         name: {"enum": list(values), "description": "Of OpenAI's API; changes nothing."}
@@ -100,6 +107,10 @@ _JOB_FIELDS: dict[str, dict[str, Any]] = {
     "has_image": {"type": "boolean"},
     "has_video": {"type": "boolean"},
     "settings": {"type": "object"},
+    "second_pass": {
+        "type": ["object", "null"],
+        "description": "Scale, strength, steps and by.",
+    },
     "estimated_seconds": _NULLABLE_NUMBER,
 }
 JOB: dict[str, Any] = {"type": "object", "required": list(_JOB_FIELDS), "properties": _JOB_FIELDS}

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import ModelCard, Preset
 from comfy_tpu.families.presets import AUTO, recognise_file
+from comfy_tpu.families.settings import make_settings
 from comfy_tpu.jobs.opening import choose_settings
 from comfy_tpu.jobs.request import split_lora
 from comfy_tpu.jobs.served_ledger import Kind
+from comfy_tpu.pipeline.initial import first_step
+from comfy_tpu.pipeline.second_pass import check_second_pass, read_second_pass
 
 if TYPE_CHECKING:
     from comfy_tpu.pipeline.model_files import ModelFiles
@@ -38,6 +41,18 @@ class ServedModel:
         size = values.get("size")
         sizes = self.card.sizes if size is None else {size: {}, **self.card.sizes}  # a server before took others
         return choose_settings(values, sizes, self._preset_settings(values))
+
+    def passes(self, values: Mapping[str, Any]) -> tuple[GenerationSettings, ...]:
+        """The settings of each denoising of a request, with the number of steps that it runs. Raises
+        InvalidValueError for values that the model does not take."""
+        first = make_settings(self.defaults, self.chosen_settings(values), self.card.limits)
+        second = read_second_pass(values)
+        if second is None:
+            return (first,)
+        larger = check_second_pass(self.card, self.name, first, second)
+        count = larger.num_inference_steps
+        count -= first_step(self.card, count, second.strength)
+        return first, dataclasses.replace(larger, num_inference_steps=count, sigmas="")
 
     def _preset_settings(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """The settings of a request's preset. "auto" is decided by the names of its LoRAs; what the model itself was

@@ -14,21 +14,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
-from comfy_tpu.families.settings import make_settings
 from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.ledger import LedgerError, NewJob, OutputFile
 from comfy_tpu.jobs.outcome import Event, Outcome
 from comfy_tpu.jobs.preview_rate import PreviewRate
 from comfy_tpu.jobs.request import Request
 from comfy_tpu.jobs.served_ledger import OVER, Kind, Order, Record, ServedLedger
-from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.serving.activity import PREPARATIONS, Activity
 from comfy_tpu.serving.admission import Admission
 from comfy_tpu.serving.config import ServeConfig
 from comfy_tpu.serving.estimates import Estimator
 from comfy_tpu.serving.given_files import check_uploads, sort_uploads
+from comfy_tpu.serving.job_progress import JobProgress
 from comfy_tpu.serving.orders import make_request
 from comfy_tpu.serving.planner import Planner
 from comfy_tpu.serving.retention import Sweeper
@@ -46,22 +44,6 @@ _LEARNED = 50
 """Jobs of earlier servers whose times are taken over."""
 _RETRY_SECONDS = 10.0
 """Where no job was measured yet."""
-
-
-@dataclasses.dataclass(frozen=True)
-class JobProgress:
-    stage: str = "queued"
-    done: int = 0
-    total: int = 0
-    preview: bytes = b""
-    """The latest, a JPEG file; empty: none yet."""
-    report: Progress | None = None
-    """As the pipeline made it."""
-
-    @property
-    def percent(self) -> int:
-        """Of the steps: what comes before and after them is short."""
-        return 100 * self.done // self.total if self.stage == "denoising" and self.total else 0
 
 
 class NotFoundError(InvalidValueError):
@@ -142,7 +124,7 @@ class Service:
             # What the first job of a shape waits for is not what the next one will take.
             work = seconds - sum(record.seconds.get(stage, 0.0) for stage in PREPARATIONS)
             with contextlib.suppress(InvalidValueError):  # of a server that took other values
-                self.estimator.record(model.name, _settings(record.request, model), max(work, 0.0))
+                self.estimator.record(model.name, model.passes(record.request.values), max(work, 0.0))
 
     def close(self) -> None:
         """Running jobs are given back, for the next server."""
@@ -193,7 +175,7 @@ class Service:
             raise InvalidValueError(f"model={model.name} makes {model.kind}s, not {kind}s", field="model")
         request = make_request({**body, "model": model.name}, self.config, model.card, model.defaults, model.presets)
         request = check_uploads(request, model, uploads)
-        estimate = self._admission.admit(model.name, model.card, _settings(request, model))
+        estimate = self._admission.admit(model.name, model.card, model.passes(request.values))
         order = dataclasses.replace(order, estimate=estimate)
         # After the plan, which may take seconds: ids are in the order in which jobs are accepted.
         id_ = self.ledger.new_id(kind)
@@ -283,8 +265,12 @@ class Service:
         if event.stage == "denoising" and event.done:
             self._is_ready.set()
         for id_, preview in zip(event.jobs, event.previews or itertools.repeat(b""), strict=False):
-            shown = preview or self._progress.get(id_, JobProgress()).preview
-            self._progress[id_] = JobProgress(event.stage, event.done, event.total, shown, event.progress)
+            before = self._progress.get(id_) or self._begin_progress(id_)
+            self._progress[id_] = before.follow(event, preview)
+
+    def _begin_progress(self, id_: str) -> JobProgress:
+        record = self.ledger.find(id_)
+        return JobProgress(passes=2 if record is not None and "upscale" in record.request.values else 1)
 
     def _on_outcome(self, outcome: Outcome, state: str) -> None:
         if outcome.id == WARM_UP:
@@ -314,10 +300,6 @@ class Service:
     def remove_inputs(self, id_: str) -> None:
         for path in self.inputs.glob(f"{id_}-*"):
             path.unlink(missing_ok=True)
-
-
-def _settings(request: Request, model: ServedModel) -> GenerationSettings:
-    return make_settings(model.defaults, model.chosen_settings(request.values), model.card.limits)
 
 
 def _suffix(kind: Kind) -> str:

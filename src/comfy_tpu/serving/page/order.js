@@ -41,6 +41,7 @@ export function showModel() {
   field("guidance_scale-field").hidden = !model.has_guidance
   field("negative_prompt-field").hidden = !model.has_negative_prompt
   field("frames-hint").textContent = t("framesHint", { step: limits.frames_multiple, fps: defaults.fps })
+  field("upscale-field").hidden = !model.has_second_pass
   field("picture-field").hidden = !model.takes_images
   field("picture").multiple = model.max_images > 1
   field("picture").required = model.needs_image
@@ -55,13 +56,14 @@ function showThumbnails() {
 
 /** Puts a job's settings into the form. */
 export function reuseSettings(job) {
-  const { settings } = job
+  const { settings, second_pass: second } = job
   if (models.some((model) => model.id === job.model)) field("model").value = job.model
   showModel()
   field("prompt").value = job.prompt
-  field("size").value = job.size
+  field("size").value = settings.width ? `${settings.width}x${settings.height}` : job.size
   field("seed").value = settings.seed ?? ""
   for (const name of SETTINGS) field(name).value = settings[name] ?? ""
+  field("upscale").value = second?.scale ?? ""
   field("picture").value = ""
   showThumbnails()
   if (job.has_image) field("picture-hint").textContent = t("pictureAgain")
@@ -86,7 +88,7 @@ function readFields(model) {
   const fields = { model: model.id, prompt: field("prompt").value }
   fields.seed = field("seed").value.trim() || String(crypto.getRandomValues(new Uint32Array(1))[0])
   if (field("size").value.trim()) fields.size = field("size").value.trim().replace("×", "x")
-  for (const name of SETTINGS) {
+  for (const name of [...SETTINGS, "upscale"]) {
     const isShown = !field(name).closest(".field").hidden
     if (isShown && field(name).value.trim()) fields[name] = field(name).value.trim()
   }
