@@ -228,6 +228,8 @@ class RunOptions:
     context_stride: int | None = None
     context_noise: str | None = None
     context_keyframes: float | None = None
+    tile: str | None = None
+    tile_overlap: float | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -403,6 +405,11 @@ class GenerationSettings:
     context_keyframes: float = 0.0
     """The share of the steps, from the first, that compute one window of frames from the whole video; what is predicted
     for the frames between them is the mean of their neighbours."""
+    tile: str = ""
+    """Width and height, "832x480", of the tiles that the transformer looks at where the result is larger. Empty: it
+    looks at the whole."""
+    tile_overlap: float = 0.25
+    """The part of a tile that it has in common with its neighbour, at least."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ are refused.
 """
 
 import contextlib
+import dataclasses
 import json
 import logging
 import sys
@@ -33,8 +34,25 @@ MODELS = {
 }
 
 
+_DEFAULTS: dict[str, Any] = {
+    "mesh": "single",
+    "dtype": "auto",
+    "quantize": "none",
+    "vae_backend": "torchax",
+    "reuse": 0.0,
+    "guidance_until": 1.0,
+    "num_videos": 1,
+    "attention": "auto",
+    "attention_window": "full",
+    "attention_blocks": "auto",
+    "dense_max_tokens": 4096,
+}
+"""The values of the widgets of TPU Options."""
+
+
 def run(kind: str) -> dict[str, Any]:
     from comfy_tpu.comfy import family_nodes  # which imports ComfyUI
+    from comfy_tpu.comfy.options_node import make_options
 
     card, directory, size = MODELS[kind]
     (directory() / "generation.json").write_text(json.dumps({"max_sequence_length": small_ltx2.TEXT_TOKENS}))
@@ -59,6 +77,17 @@ def run(kind: str) -> dict[str, Any]:
         pipeline, embeddings, pipeline.denoise(embeddings, settings), settings, SecondPass(2.0, 0.5)
     )
     wanted = pipeline.to_vae_scale(again).reshape(second.shape)
+    if kind == "image":
+        tiled = make_options(**_DEFAULTS, tile=" 48x32 ")
+        by_tiles = sample(**larger, initial_latents={"samples": first}, strength=0.5, options=tiled)
+        own = dataclasses.replace(settings, tile="48x32")
+        again, _ = denoise_again(pipeline, embeddings, pipeline.denoise(embeddings, own), own, SecondPass(2.0, 0.5))
+        tiles = {
+            "by tiles": float((by_tiles - pipeline.to_vae_scale(again).reshape(second.shape)).abs().max()),
+            "whole": float((by_tiles - second).abs().max()),
+        }
+    else:
+        tiles = {}
     both = torch.cat((first, first.flip(-1)))
     odd = torch.nn.functional.interpolate(first.flatten(0, -3).unsqueeze(0), (3, 5))[0].unflatten(0, first.shape[:-2])
     frames = {"num_frames": 17} if "num_frames" in size else {}
@@ -81,6 +110,7 @@ def run(kind: str) -> dict[str, Any]:
         "another strength": float(
             (sample(**larger, initial_latents={"samples": first}, strength=0.75) - wanted).abs().max()
         ),
+        **tiles,
         "without latents": float((sample(**larger) - wanted).abs().max()),
         "the first of two": float(
             (sample(**larger, initial_latents={"samples": both}, strength=0.5)[0] - wanted[0]).abs().max()

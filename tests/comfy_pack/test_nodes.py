@@ -301,6 +301,8 @@ SPECIFIED = {
             ("preset", "COMBO", {"default": "none", "optional": True, "options": PRESETS}),
             ("tiny_vae", "COMBO", {"default": "none", "optional": True}),
             ("context_keyframes", "FLOAT", {"default": 0.0, "min": 0.0, "max": 1.0, "optional": True}),
+            ("tile", "STRING", {"default": "", "optional": True}),
+            ("tile_overlap", "FLOAT", {"default": 0.25, "min": 0.0, "max": 0.75, "optional": True}),
         ],
         [("options", "TPU_OPTIONS")],
     ),

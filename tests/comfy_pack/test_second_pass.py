@@ -17,6 +17,11 @@ def test_latents_of_another_size_are_resized_and_redrawn(outcomes, kind):
     assert min(found["another strength"], found["without latents"]) > 0.1
 
 
+def test_tpu_options_choose_tiles(outcomes):
+    assert outcomes["image"]["by tiles"] < 1e-5
+    assert outcomes["image"]["whole"] > 0.01
+
+
 def test_each_latent_is_one_result(outcomes):
     assert outcomes["image"]["the first of two"] < 1e-5
 

@@ -49,6 +49,7 @@ def test_an_order_has_the_size_of_its_result_and_the_settings_of_its_first_pass(
         ({"upscale": 2, "upscale_strength": True}, "upscale_strength", "is no number"),
         ({"upscale": 2, "upscale_steps": 2.5}, "upscale_steps", "upscale_steps=2.5 is not allowed"),
         ({"upscale": 2, "upscale_by": "x" * 1000}, "upscale_by", "is unknown; choose from latent"),
+        ({"upscale": 2, "tile": "63x64"}, "tile", "has a side of 63"),
         ({"upscale_steps": 4}, "upscale_steps", "give upscale too"),
     ],
 )

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     with sessions.open_session(arguments, options.chosen_model(arguments), given=given) as session:
         settings = session.settings(given=given)
         session.set_media(given)
-        session.set_second_pass(settings, second)
+        session.set_second_pass(settings, second, given)
         session.set_interpolation(settings, more_frames)
         own = IMAGE_OUTPUT if session.makes_images else VIDEO_OUTPUT
         paths = session.choose_outputs(lambda: media.free_output(own, settings.num_videos), settings)

@@ -113,9 +113,16 @@ SETTINGS = (
         ("--context-keyframes",),
         "share of the steps, from the first, whose one window has frames of the whole video; for windows",
     ),
+    Option(
+        "tile",
+        ("--tile",),
+        "WIDTHxHEIGHT of tiles that the transformer looks at, where the result is larger, such as a second pass",
+    ),
+    Option("tile_overlap", ("--tile-overlap",), "part of a tile that it shares with its neighbour, 0 to 0.75"),
 )
 
-CONTEXT_SETTINGS = tuple(option.field for option in SETTINGS if option.field.startswith("context"))
+CONTEXT_SETTINGS = tuple(option.field for option in SETTINGS if option.field.startswith(("context", "tile")))
+"""Of windows and tiles, which say what the transformer looks at at once."""
 
 TEXT_SETTINGS = ("negative_prompt",)
 """Settings that are fixed once the text is encoded."""
@@ -293,7 +300,7 @@ def add_settings(
 
 
 def add_context(parser: argparse.ArgumentParser) -> None:
-    """Adds the settings of long videos to a command that takes no others."""
+    """Adds the settings of windows and tiles to a command that takes no others."""
     for option in SETTINGS:
         if option.field in CONTEXT_SETTINGS:
             _add_setting(parser, option, with_default=True)

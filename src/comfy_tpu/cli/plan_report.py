@@ -154,7 +154,7 @@ def as_lines(plan: Plan) -> list[str]:
 def _step_text(work: Workload) -> str:
     if work.calls == 1:
         return "one step"
-    parts = "windows of the video" if work.video_latent_bytes else "segments, one after the other"
+    parts = "windows or tiles" if work.video_latent_bytes else "segments, one after the other"
     return f"one call of {work.calls} in a step ({parts}); s/step is of all, the rest of one"
 
 

@@ -28,6 +28,7 @@ from comfy_tpu.config import (
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.presets import AUTO
 from comfy_tpu.families.registry import model_cards
+from comfy_tpu.families.tiles import OVERLAP_MAX
 
 NO_PRESET = NO_FILE = "none"
 _TINY_FOLDER = "vae_approx"
@@ -53,6 +54,7 @@ class TPUOptions(io.ComfyNode):
                 _preset_input(),
                 _tiny_vae_input(),
                 _keyframes_input(),
+                *_tile_inputs(),
             ],
             outputs=[OPTIONS_TYPE.Output("options", tooltip="For the options input; the same for all nodes of a run.")],
         )
@@ -79,18 +81,20 @@ def make_options(
     fast: bool = False,
     preset: str = NO_PRESET,
     tiny_vae: str = NO_FILE,
-    **context: Any,
+    tile: str = _SETTINGS.tile,
+    **parts: Any,
 ) -> RunOptions:
     """The options of the node's inputs; raises InvalidValueError or MeshError with the input as its field.
 
-    With `fast`, an input at its default counts as not chosen: a widget always has a value. So do those of `context`.
+    With `fast`, an input at its default counts as not chosen: a widget always has a value. So do those of `parts`.
     """
     from comfy_tpu.kernels.windows import parse_blocks, parse_window
     from comfy_tpu.parallel.mesh import check_mesh_text
     from comfy_tpu.pipeline.runtime_checks import check_attention
 
     check_mesh_text(mesh)
-    counts = {name: value for name, value in context.items() if isinstance(getattr(_SETTINGS, name), int)}
+    parts |= {"tile": tile.strip()}
+    counts = {name: value for name, value in parts.items() if isinstance(getattr(_SETTINGS, name), int)}
     check_integers(num_videos=num_videos, dense_max_tokens=dense_max_tokens, **counts)
     config = AttentionConfig(
         implementation=attention,
@@ -114,7 +118,7 @@ def make_options(
         guidance_until=None if fast and guidance_until == _SETTINGS.guidance_until else guidance_until,
         num_videos=num_videos,
         preset=None if preset == NO_PRESET else preset,
-        **{name: None if value == getattr(_SETTINGS, name) else value for name, value in context.items()},
+        **{name: None if value == getattr(_SETTINGS, name) else value for name, value in parts.items()},
     )
 
 
@@ -281,6 +285,28 @@ def _keyframes_input() -> io.Input:
         tooltip="The share of the steps, from the first, that compute one window of frames from the whole video, so "
         "that colours and places agree; those between follow their neighbours. For windows. 0: none.",
     )
+
+
+def _tile_inputs() -> list[io.Input]:
+    """Optional and the last, for the same reasons."""
+    return [
+        io.String.Input(
+            "tile",
+            default=_SETTINGS.tile,
+            optional=True,
+            tooltip="Width and height of tiles, such as 832x480, that the transformer looks at one by one where "
+            "the result is larger; blended at every step. For a second sampler at a larger size. Empty: all at once.",
+        ),
+        io.Float.Input(
+            "tile_overlap",
+            default=_SETTINGS.tile_overlap,
+            min=0.0,
+            max=OVERLAP_MAX,
+            step=0.05,
+            optional=True,
+            tooltip="Part of a tile that it shares with its neighbour, at least. More blends better and takes longer.",
+        ),
+    ]
 
 
 def _find_tiny_vae(name: str) -> Path:

@@ -76,6 +76,8 @@ class Settings(TypedDict, total=False):
     context_stride: int
     context_noise: str
     context_keyframes: float
+    tile: str
+    tile_overlap: float
 
 
 class Upscale(TypedDict, total=False):

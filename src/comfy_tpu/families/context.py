@@ -1,4 +1,5 @@
-"""Context windows: which frames of a long video a model looks at together, and how their results are blended.
+"""Context windows: which frames of a long video a model looks at together, and how their results are blended. With
+tiles, which part of the frames.
 
 Positions are latent frames. The index lists and weights are those of ComfyUI's context windows (`standard_static`,
 `standard_uniform` and `looped_uniform` with a closed loop), compared in tests/families/test_context.py.
@@ -14,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from comfy_tpu.config import CONTEXT_WHOLE, ContextSchedule, ContextWeights, GenerationSettings
 from comfy_tpu.families.card import ModelCard
+from comfy_tpu.families.tiles import Tiles, find_tiles, tile_settings
 
 _COUNTS = (1, 2, 4, 8)
 """Up to two branches of eight windows: more rows than a slice of TPUs that a model is not split over has chips."""
@@ -36,6 +38,17 @@ class ContextWindows:
     overlap: int
     stride: int = 1
     weights: ContextWeights = "pyramid"
+    tiles: Tiles | None = None
+    """The parts of each frame that a window has; None: all of it."""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a window has a part of the frames."""
+        return self.frames > self.length
+
+    def count(self) -> int:
+        """The windows of the first step, by their tiles."""
+        return len(self.at(0)) * (1 if self.tiles is None else len(self.tiles))
 
     def at(self, step: int) -> list[Window]:
         """The windows of a step, by its number from 0. Every frame is in one at least."""
@@ -99,17 +112,21 @@ def needs_first_frame(card: ModelCard) -> bool:
 
 def find_windows(card: ModelCard, settings: GenerationSettings, method: Method) -> ContextWindows | None:
     """The windows of a video; None where it is made whole, or in segments."""
+    tiles, frames = find_tiles(card, settings), card.latent_frames(settings)
+    if method == "none" and tiles is not None:
+        return ContextWindows("static", frames, length=frames, overlap=0, tiles=tiles)
     if method not in get_args(ContextSchedule):
         return None
     schedules: dict[str, ContextSchedule] = {name: name for name in get_args(ContextSchedule)}
     weights: dict[str, ContextWeights] = {name: name for name in get_args(ContextWeights)}
     return ContextWindows(
         schedule=schedules[method],
-        frames=card.latent_frames(settings),
+        frames=frames,
         length=card.latent_frames(window_settings(settings)),
         overlap=overlap_latents(settings, card.temporal_scale),
         stride=settings.context_stride,
         weights=weights[settings.context_weights],
+        tiles=tiles,
     )
 
 
@@ -119,22 +136,29 @@ def window_settings(settings: GenerationSettings) -> GenerationSettings:
 
 
 def without_windows(settings: GenerationSettings) -> GenerationSettings:
-    """The settings of the same video made whole, without what is refused then."""
+    """The settings of the same video made whole, without tiles either and what is refused then."""
     return dataclasses.replace(
-        settings, context="none", context_stride=1, context_noise="random", context_keyframes=0.0
+        settings, context="none", context_stride=1, context_noise="random", context_keyframes=0.0, tile=""
     )
 
 
-def call_settings(settings: GenerationSettings, windows: int) -> GenerationSettings:
+def seen_settings(card: ModelCard, settings: GenerationSettings) -> GenerationSettings:
+    """The settings of what the transformer looks at, as a video of its own: a window, a tile of one, a segment."""
+    method = choose_method(card, settings, begins_with_image=needs_first_frame(card))
+    seen = tile_settings(settings)
+    return seen if method == "none" else window_settings(seen)
+
+
+def call_settings(card: ModelCard, settings: GenerationSettings, windows: int) -> GenerationSettings:
     """The settings of one call of the transformer: each of these windows is a video of its own."""
-    return dataclasses.replace(window_settings(settings), num_videos=settings.num_videos * windows)
+    return dataclasses.replace(seen_settings(card, settings), num_videos=settings.num_videos * windows)
 
 
 def window_counts(card: ModelCard, settings: GenerationSettings) -> tuple[int, ...]:
     """The numbers of windows in a call between which a layout may be chosen; 1 for a video without windows."""
     method = choose_method(card, settings, begins_with_image=needs_first_frame(card))
     context = find_windows(card, settings, method)
-    return (1,) if context is None else tuple(count for count in _COUNTS if count <= len(context.at(0)))
+    return (1,) if context is None else tuple(count for count in _COUNTS if count <= context.count())
 
 
 def overlap_latents(settings: GenerationSettings, temporal_scale: int) -> int:

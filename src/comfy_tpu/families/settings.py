@@ -19,6 +19,7 @@ from comfy_tpu.config import (
 )
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import ImageInput, Limits, ModelCard
+from comfy_tpu.families.tiles import check_tile
 
 
 def make_settings(defaults: GenerationSettings, chosen: Mapping[str, Any], limits: Limits) -> GenerationSettings:
@@ -189,6 +190,7 @@ def check_settings(settings: GenerationSettings, limits: Limits) -> None:
             field="max_sequence_length",
         )
     _check_context(settings, limits)
+    check_tile(settings, limits)
     if not isinstance(settings.seed, int) or isinstance(settings.seed, bool) or not 0 <= settings.seed < 2**64:
         raise InvalidValueError(f"seed={settings.seed!r} is not a whole number from 0 to 2^64-1", field="seed")
     if settings.scheduler not in limits.schedulers:

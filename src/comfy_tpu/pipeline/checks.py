@@ -9,11 +9,14 @@ import torch
 
 from comfy_tpu.config import AttentionConfig, GenerationSettings, TileWindow
 from comfy_tpu.errors import InvalidValueError, NotFiniteError
-from comfy_tpu.families.context import begins_with_image, choose_method, window_settings
+from comfy_tpu.families.card import ModelCard
+from comfy_tpu.families.context import begins_with_image, choose_method, needs_first_frame, window_settings
 from comfy_tpu.families.model_family import ModelFamily
+from comfy_tpu.families.tiles import find_tiles
 from comfy_tpu.finite import is_finite
 from comfy_tpu.kernels import windows
 from comfy_tpu.pipeline.embeddings import Embeddings, PromptEmbeddings
+from comfy_tpu.pipeline.given_media import GivenMedia
 from comfy_tpu.pipeline.initial import INITIAL, STRENGTH, check_strength, read_strength, without_initial
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.step import latent_shape
@@ -39,6 +42,7 @@ def check_embeddings(
 ) -> None:
     card = files.family.card
     with_image = begins_with_image(card, without_initial(embeddings.shared))
+    _check_tiled_embeddings(files, embeddings.shared, settings)
     if choose_method(card, settings, begins_with_image=with_image) == "continue":
         _check_no_start(files, embeddings.shared, settings)
         if not card.makes_segments:
@@ -175,12 +179,66 @@ def check_boundary(family: ModelFamily, model_name: str, settings: GenerationSet
         )
 
 
-def check_context(family: ModelFamily, model_name: str, settings: GenerationSettings) -> None:
-    if family.card.sound is not None and settings.context not in ("auto", "none"):
+def check_context(card: ModelCard, model_name: str, settings: GenerationSettings) -> None:
+    """Raises InvalidValueError for windows and tiles that the model has no use for."""
+    if card.sound is not None and settings.context not in ("auto", "none"):
         raise InvalidValueError(
             f"context={settings.context} is for silent videos, and {model_name} makes sound with them; choose none",
             field="context",
         )
+    _check_tiles(card, model_name, settings)
+
+
+def _check_tiles(card: ModelCard, model_name: str, settings: GenerationSettings) -> None:
+    if find_tiles(card, settings) is None:
+        return
+    method = choose_method(card, settings, begins_with_image=needs_first_frame(card))
+    if card.sound is not None or method == "continue":
+        what = "makes sound with them" if card.sound is not None else "continues them from their own last frames"
+        raise InvalidValueError(
+            f"tile={settings.tile} is for videos that are made at once, and {model_name} {what}; leave it out",
+            field="tile",
+        )
+    if settings.context_keyframes and method != "none":
+        raise InvalidValueError(
+            f"tile={settings.tile} goes with no keyframes, and context_keyframes is {settings.context_keyframes:g}; "
+            "set it to 0, or leave the tile out",
+            field="tile",
+        )
+
+
+def check_tiled_media(family: ModelFamily, model_name: str, settings: GenerationSettings, given: GivenMedia) -> None:
+    """Raises InvalidValueError for media that the model looks at as a whole, beside tiles of the result."""
+    card = family.card
+    if find_tiles(card, settings) is None:
+        return
+    whole = {
+        "reference": bool(given.references),
+        "image": bool(given.images) and not card.starts_from_image and not family.denoiser.frame_inputs,
+        "video": bool(given.videos) and not card.starts_from_video and not family.denoiser.frame_inputs,
+    }
+    for name, is_given in whole.items():
+        if is_given:
+            raise InvalidValueError(_tiles_beside(settings, model_name, name), field="tile")
+
+
+def _check_tiled_embeddings(files: ModelFiles, shared: Embeddings, settings: GenerationSettings) -> None:
+    """The same of encoded media."""
+    if find_tiles(files.family.card, settings) is None:
+        return
+    cut, frames = files.family.denoiser.frame_inputs, files.family.card.latent_frames(settings)
+    for name, rows in without_initial(shared).items():
+        if name in cut and rows.shape[2] != frames:
+            raise InvalidValueError(_tiles_beside(settings, files.name, "reference"), field="tile")
+        if name not in cut and (rows.ndim == 5 or not cut):
+            raise InvalidValueError(_tiles_beside(settings, files.name, "image"), field="tile")
+
+
+def _tiles_beside(settings: GenerationSettings, model: str, name: str) -> str:
+    return (
+        f"tile={settings.tile} shows a part of the result, and {model} looks at all of {name} with it; leave one of "
+        "them out"
+    )
 
 
 def check_latents(latents: torch.Tensor, expected: tuple[int, ...], settings: GenerationSettings) -> None:

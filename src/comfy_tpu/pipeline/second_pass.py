@@ -22,6 +22,7 @@ from comfy_tpu.errors import InvalidValueError, rename_field
 from comfy_tpu.families.card import Limits, ModelCard
 from comfy_tpu.families.context import choose_method, needs_first_frame
 from comfy_tpu.families.settings import check_settings
+from comfy_tpu.pipeline.checks import check_context, check_tiled_media
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
 from comfy_tpu.pipeline.images import as_bytes
@@ -49,10 +50,22 @@ def check_second_pass(card: ModelCard, model: str, first: GenerationSettings, se
     larger = dataclasses.replace(larger, **changes)
     try:
         check_settings(larger, card.limits)
+        check_context(card, model, larger)
         check_strength(card, second.strength, larger)
     except InvalidValueError as error:
-        field = {"strength": "upscale_strength", "num_inference_steps": "upscale_steps"}.get(error.field or "")
+        field = {"strength": "upscale_strength", "num_inference_steps": "upscale_steps"}.get(
+            error.field or "", error.field
+        )
         raise InvalidValueError(rename_field(str(error), error.field, field), field=field) from error
+    return larger
+
+
+def second_settings(
+    pipeline: VideoPipeline, first: GenerationSettings, second: SecondPass, given: GivenMedia = NO_MEDIA
+) -> GenerationSettings:
+    """The settings of the second pass, checked, also against the media that it is given."""
+    larger = check_second_pass(pipeline.family.card, pipeline.model_name, first, second)
+    check_tiled_media(pipeline.family, pipeline.model_name, larger, given)
     return larger
 
 
@@ -149,7 +162,7 @@ def denoise_again(
 ) -> tuple[torch.Tensor, GenerationSettings]:
     """The latents of the second pass, and their settings. `latents`: those of the first pass, and `given`: its media.
     `checkpoint`: as in `VideoPipeline.denoise`, of this pass alone."""
-    larger = check_second_pass(pipeline.family.card, pipeline.model_name, first, second)
+    larger = second_settings(pipeline, first, second, given)
     upscaled = upscale_latents(pipeline, latents, first, larger, second.by)
     begun = start_from(encode_again(pipeline, embeddings, given, larger), upscaled, second.strength)
     return pipeline.denoise(begun, larger, checkpoint=checkpoint), larger

@@ -26,6 +26,7 @@ from comfy_tpu.families.model_family import Denoiser, GuidanceInputs, ModelFamil
 from comfy_tpu.parallel.constraints import Axes, even_spec
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.pipeline.schedule import HISTORY
+from comfy_tpu.pipeline.tiles import add_tiles, gather_tiles
 
 MakeProgram = Callable[..., DeviceProgram]
 """(function, **options of `Program`) -> the program over one component's weights: `Component.program`, or a cached
@@ -78,6 +79,14 @@ class StepPrograms:
     def add_windows(self) -> DeviceProgram:
         """Adds the velocities of windows to that of the video."""
         return self.make_program(add_windows, donate=("velocity",), output_axes=())
+
+    def gather_tiles(self) -> DeviceProgram:
+        """Tiles of windows, as rows of a batch."""
+        return self.make_program(gather_tiles, output_axes=())
+
+    def add_tiles(self) -> DeviceProgram:
+        """Adds the velocities of tiles to that of the whole."""
+        return self.make_program(add_tiles, donate=("velocity",), output_axes=())
 
     def fill_between(self) -> DeviceProgram:
         """The velocity of a video from that of its keyframes."""
@@ -375,7 +384,7 @@ def export_step(
             platform, every, **abstract_state(shape), prepared=inputs, branches=branches
         )
         return ExportedStep(prepare, compute, prepared, shape)
-    call = abstract_state(latent_shape(family, latent_channels, call_settings(settings, windows)))
+    call = abstract_state(latent_shape(family, latent_channels, call_settings(family.card, settings, windows)))
     compute = programs.predict_windows().export(
         platform,
         every,

@@ -141,9 +141,9 @@ def count_step(
     method = choose_method(card, settings, begins_with_image=needs_first_frame(card))
     context = find_windows(card, settings, method)
     if context is not None:
-        work = count_step(family, config, call_settings(settings, windows), latent_channels, store)
+        work = count_step(family, config, call_settings(card, settings, windows), latent_channels, store)
         whole = math.prod(latent_shape(family, latent_channels, settings)) * 4
-        calls = -(-len(context.at(0)) // windows)
+        calls = -(-context.count() // windows)
         return dataclasses.replace(work, video_latent_bytes=whole, calls=calls)
     if method == "continue":
         work = count_step(family, config, window_settings(settings), latent_channels, store)

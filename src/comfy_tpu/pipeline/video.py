@@ -27,6 +27,7 @@ from comfy_tpu.families.context import (
     begins_with_image,
     choose_method,
     needs_first_frame,
+    seen_settings,
     settle_context,
     window_counts,
     window_settings,
@@ -52,6 +53,7 @@ from comfy_tpu.pipeline.checks import (
     check_embeddings,
     check_finite,
     check_latents,
+    check_tiled_media,
     check_window,
     size_text,
     warn_of_cut,
@@ -327,7 +329,7 @@ class VideoPipeline:
         check_prompt(self.family.text.clean_prompt(prompt))
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
-        check_context(self.family, self.model_name, settings)
+        check_context(self.family.card, self.model_name, settings)
         check_window(self.running.runtime.attention, self.files, self._step_settings(settings))
         self._curve_for(settings)  # now: a curve that is missing must not be found after the text encoder is loaded
         running, encoders = self.running, self.family.text.encoders
@@ -391,6 +393,7 @@ class VideoPipeline:
     def _fit(self, given: GivenMedia, settings: GenerationSettings) -> FittedMedia:
         check_settings(settings, self.limits)
         self._check_continued(settings, given)
+        check_tiled_media(self.family, self.model_name, settings, given)
         config = self.files.config(self.family.transformer)
         return fit_media(self.family, config, given, self._media_settings(settings, given), self.model_name)
 
@@ -457,7 +460,7 @@ class VideoPipeline:
         """Which steps are computed, reused and guided. The plan does not depend on the prompt."""
         check_settings(settings, self.limits)
         check_boundary(self.family, self.model_name, settings)
-        check_context(self.family, self.model_name, settings)
+        check_context(self.family.card, self.model_name, settings)
         check_strength(self.family.card, strength, settings)
         begin = first_step(self.family.card, settings.num_inference_steps, strength)
         schedule = self._schedule(self._step_settings(settings), begin)
@@ -626,10 +629,8 @@ class VideoPipeline:
         return self.family.card.guidance == "classifier_free"
 
     def _step_settings(self, settings: GenerationSettings) -> GenerationSettings:
-        """The settings of the videos that the transformer sees: windows or segments of a long one."""
-        card = self.family.card
-        method = choose_method(card, settings, begins_with_image=needs_first_frame(card))
-        return settings if method == "none" else window_settings(settings)
+        """The settings of the videos that the transformer sees: windows or segments of a long one, or tiles."""
+        return seen_settings(self.family.card, settings)
 
     def _media_settings(self, settings: GenerationSettings, given: GivenMedia) -> GenerationSettings:
         """The settings that media are encoded for: an image is that of one segment."""

@@ -24,8 +24,8 @@ from comfy_tpu.families.context import (
     call_settings,
     choose_method,
     find_windows,
+    seen_settings,
     window_counts,
-    window_settings,
 )
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.parallel.placement import Placement
@@ -52,8 +52,10 @@ def windows_per_call(
     if guided is not None:
         settings = dataclasses.replace(settings, guidance_scale=2.0 if guided else 1.0)
     dp = placement.sizes.dp
-    windows = dp // math.gcd(batch_rows(family, call_settings(settings, 1)), dp)
-    while 2 * windows <= counts[-1] and not keeps_busy(family, call_settings(settings, windows), placement):
+    windows = dp // math.gcd(batch_rows(family, call_settings(family.card, settings, 1)), dp)
+    while 2 * windows <= counts[-1] and not keeps_busy(
+        family, call_settings(family.card, settings, windows), placement
+    ):
         windows *= 2
     return windows
 
@@ -76,7 +78,7 @@ class WindowedVideo:
         self._context = context
         self._settings = settings
         self._placement = placement
-        self._keyframe_steps = round(settings.context_keyframes * steps)
+        self._keyframe_steps = round(settings.context_keyframes * steps) if context.is_long else 0
         self._frame_inputs = {name: rows for name, rows in shared.items() if name in family.denoiser.frame_inputs}
         self._on_devices: dict[str, jax.Array] = {
             name: to_device(rows.expand(settings.num_videos, *rows.shape[1:]))
@@ -85,19 +87,23 @@ class WindowedVideo:
 
     @property
     def window_settings(self) -> GenerationSettings:
-        return window_settings(self._settings)
+        return seen_settings(self._family.card, self._settings)
 
     def windows_per_call(self, guided: bool) -> int:
         return windows_per_call(self._family, self._settings, self._placement, guided)
 
     def first_window(self, embeddings: Embeddings) -> dict[str, torch.Tensor]:
         """Embeddings for `prepare`, in the shapes of a window."""
-        length = self._context.length
-        return {name: rows[:, :, :length] if name in self._frame_inputs else rows for name, rows in embeddings.items()}
+        length, tiles = self._context.length, self._context.tiles
+        height, width = (None, None) if tiles is None else (tiles.rows.length, tiles.columns.length)
+        return {
+            name: rows[:, :, :length, :height, :width] if name in self._frame_inputs else rows
+            for name, rows in embeddings.items()
+        }
 
     def shuffle_noise(self, noise: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
         """The noise that the video starts from. `seeds`: of each video, or of all."""
-        if self._settings.context_noise != "freenoise":
+        if self._settings.context_noise != "freenoise" or not self._context.is_long:
             return noise
         rows = noise.split(noise.shape[0] // len(seeds))
         return torch.cat([shuffle_noise(own, self._context, seed) for own, seed in zip(rows, seeds, strict=True)])
@@ -121,16 +127,17 @@ class WindowedVideo:
         predict = functools.partial(self._predict, programs, step, weights, prepared, latents)
         if number < self._keyframe_steps:
             return self._fill_between(programs, step, weights[0], latents, predict)
-        for index, (frames, shares) in enumerate(self._calls(number, step.guided)):
+        add = programs.add_windows() if self._context.tiles is None else programs.add_tiles()
+        for index, (places, shares) in enumerate(self._calls(number, step.guided)):
             if index:
                 on_call()
-            velocity = programs.add_windows()(
+            velocity = add(
                 weights[0],
                 velocity=velocity,
                 kept=torch.tensor(float(index > 0)),
-                windows=predict(frames),
-                frames=frames,
-                shares=shares,
+                windows=predict(places),
+                **places,
+                **shares,
             )
             velocity.block_until_ready()  # so that it can be ended between two calls
         return velocity
@@ -142,11 +149,12 @@ class WindowedVideo:
         weights: tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]],
         prepared: Mapping[str, jax.Array],
         latents: jax.Array,
-        frames: torch.Tensor,
+        places: Mapping[str, torch.Tensor],
     ) -> Any:
-        """The velocities of windows of these frames, [windows, n], as rows of a batch."""
+        """The velocities of windows at these places, [windows, n], as rows of a batch."""
         loaded, all_weights = weights
-        gather = functools.partial(programs.gather_windows(), loaded, frames=frames)
+        cut = programs.gather_windows() if self._context.tiles is None else programs.gather_tiles()
+        gather = functools.partial(cut, loaded, **places)
         return programs.predict_windows()(
             all_weights,
             latents=gather(video=latents),
@@ -163,7 +171,7 @@ class WindowedVideo:
         step: PlannedStep,
         loaded: Mapping[str, jax.Array],
         latents: jax.Array,
-        predict: Callable[[torch.Tensor], Any],
+        predict: Callable[[Mapping[str, torch.Tensor]], Any],
     ) -> jax.Array:
         """The velocity of the video from that of its keyframes alone, which are one window."""
         keyframes = self._context.keyframes()
@@ -175,7 +183,7 @@ class WindowedVideo:
         frames = torch.tensor([keyframes] * self.windows_per_call(step.guided), dtype=torch.int32)
         filled: Any = programs.fill_between()(
             loaded,
-            windows=predict(frames),
+            windows=predict({"frames": frames}),
             video=latents,
             keyframes=frames[0],
             before=torch.tensor(before, dtype=torch.int32),
@@ -184,13 +192,45 @@ class WindowedVideo:
         )
         return filled
 
-    def _calls(self, number: int, guided: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Frames and weights of the windows of each call, [windows, n]. The last call is padded with windows that count
+    def _calls(self, number: int, guided: bool) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+        """Places and weights of the windows of each call, [windows, n]. The last call is padded with windows that count
         nothing."""
-        windows = self._context.at(number)
-        shares = self._context.shares(windows)
+        places, weights = _places(self._context, number)
         count = self.windows_per_call(guided)
-        padding = -len(windows) % count
-        frames = torch.tensor([*windows, *[windows[-1]] * padding], dtype=torch.int32)
-        weights = torch.tensor([*shares, *[(0.0,) * len(shares[-1])] * padding], dtype=torch.float32)
-        return list(zip(frames.split(count), weights.split(count), strict=True))
+        padding = -len(places["frames"]) % count
+        for rows in places.values():
+            rows += [rows[-1]] * padding
+        for shares in weights.values():
+            shares += [(0.0,) * len(shares[-1])] * padding
+        return list(zip(_split(places, torch.int32, count), _split(weights, torch.float32, count), strict=True))
+
+
+def _places(
+    context: ContextWindows, number: int
+) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, list[tuple[float, ...]]]]:
+    """The frames of each window of a step, and with tiles the rows and columns; and the weights of each of them."""
+    windows = context.at(number)
+    shares = context.shares(windows)
+    if context.tiles is None:
+        return {"frames": windows}, {"shares": shares}
+    each, tiles = range(len(windows)), range(len(context.tiles))
+    rows, columns = zip(*context.tiles.places(), strict=True)
+    row_shares, column_shares = zip(*context.tiles.shares(), strict=True)
+    return (
+        {
+            "frames": [windows[window] for window in each for _ in tiles],
+            "rows": [rows[tile] for _ in each for tile in tiles],
+            "columns": [columns[tile] for _ in each for tile in tiles],
+        },
+        {
+            "shares": [shares[window] for window in each for _ in tiles],
+            "row_shares": [row_shares[tile] for _ in each for tile in tiles],
+            "column_shares": [column_shares[tile] for _ in each for tile in tiles],
+        },
+    )
+
+
+def _split(named: Mapping[str, Sequence[Any]], dtype: torch.dtype, count: int) -> list[dict[str, torch.Tensor]]:
+    """Tensors of `count` rows each."""
+    tensors = {name: torch.tensor(rows, dtype=dtype).split(count) for name, rows in named.items()}
+    return [dict(zip(tensors, parts, strict=True)) for parts in zip(*tensors.values(), strict=True)]

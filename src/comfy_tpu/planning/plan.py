@@ -23,6 +23,7 @@ from comfy_tpu.parallel.layouts import (
 from comfy_tpu.parallel.mesh import parse_mesh
 from comfy_tpu.parallel.traffic import transfer_seconds
 from comfy_tpu.parallel.workload import Workload
+from comfy_tpu.pipeline.checks import check_context
 from comfy_tpu.planning.compilation import CompilationError, ProgramCounts, count_program, has_tpu_compiler
 from comfy_tpu.planning.models import PlannedModel
 from comfy_tpu.planning.program import ProgramFacts, StepProgram, lower_step
@@ -119,6 +120,7 @@ def make_plan(
     on_progress: MessageCallback = lambda text: None,
 ) -> tuple[Plan, StepProgram]:
     """The plan, and the program of the chosen layout."""
+    check_context(model.family.card, model.name, settings)
     works = model.workloads(settings)
     work, chosen = best_layout(works, slice_) if mesh.strip() == "auto" else _requested_layout(mesh, works, slice_)
     ranking = rank_layouts(work, slice_)

@@ -103,10 +103,10 @@ def _lower_step(
     method = choose_method(card, settings, begins_with_image=needs_first_frame(card))
     windows = None
     if find_windows(card, settings, method) is not None:
-        windows = work.batch // batch_rows(family, call_settings(settings, 1))
+        windows = work.batch // batch_rows(family, call_settings(card, settings, 1))
     elif method == "continue":
         settings = window_settings(settings)
-    embeddings = model.abstract_embeddings(settings if windows is None else call_settings(settings, windows))
+    embeddings = model.abstract_embeddings(settings if windows is None else call_settings(card, settings, windows))
     exported = export_step(component, family, settings, embeddings, model.latent_channels, windows=windows)
     resident = work.models * sum(slot.bytes_per_device for slot in component.slots)
     resident += 2 * HISTORY * math.prod(exported.latents) * 4

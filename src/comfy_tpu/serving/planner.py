@@ -59,7 +59,8 @@ class _Counter:
         # Models compute one branch up to 0 or up to 1: three kinds of scales, whatever their number.
         branches = max(0, min(2, math.ceil(settings.guidance_scale)))
         context = (settings.context, settings.context_frames, settings.context_overlap, settings.context_stride)
-        key = (model, *size, branches, settings.max_sequence_length, context)
+        tile = (settings.tile, settings.tile_overlap)
+        key = (model, *size, branches, settings.max_sequence_length, context, tile)
         with contextlib.suppress(KeyError):
             return self._known[key]
         with self._locks.setdefault(key, threading.Lock()):

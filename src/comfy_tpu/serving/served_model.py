@@ -14,6 +14,7 @@ from comfy_tpu.families.settings import make_settings
 from comfy_tpu.jobs.opening import choose_settings
 from comfy_tpu.jobs.request import split_lora
 from comfy_tpu.jobs.served_ledger import Kind
+from comfy_tpu.pipeline.checks import check_context
 from comfy_tpu.pipeline.initial import first_step
 from comfy_tpu.pipeline.second_pass import check_second_pass, read_second_pass
 
@@ -46,6 +47,7 @@ class ServedModel:
         """The settings of each denoising of a request, with the number of steps that it runs. Raises
         InvalidValueError for values that the model does not take."""
         first = make_settings(self.defaults, self.chosen_settings(values), self.card.limits)
+        check_context(self.card, self.name, first)
         second = read_second_pass(values)
         if second is None:
             return (first,)
