@@ -69,6 +69,9 @@ def test_a_size_beyond_the_limit_is_not_called_at_most(
         f"{cache}: 3 files, 3 kB, and the limit is 2 kB: the least recently used go when a model is opened\n"
     )
     assert (cache / OLD).is_file()
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert cli.main(["cache", "size", "--cache-dir", str(cache)]) == 0
+    assert capsys.readouterr().out.endswith("go when a model is opened by somebody who may write there\n")
 
 
 def test_clear_leaves_files_of_others(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

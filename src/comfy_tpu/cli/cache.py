@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,10 @@ def _lines(action: str, report: dict[str, Any]) -> list[str]:
     if report["bytes"] <= report["limit_bytes"]:
         lines.append(f"{report['directory']}: {report['files']} files, {size} of at most {limit}")
     else:
+        may_write = os.access(report["directory"], os.W_OK | os.X_OK)
+        when = "when a model is opened" + ("" if may_write else " by somebody who may write there")
         lines.append(
             f"{report['directory']}: {report['files']} files, {size}, and the limit is {limit}: the least recently "
-            "used go when a model is opened"
+            f"used go {when}"
         )
     return lines
