@@ -406,8 +406,8 @@ class GenerationSettings:
     """The share of the steps, from the first, that compute one window of frames from the whole video; what is predicted
     for the frames between them is the mean of their neighbours."""
     tile: str = ""
-    """Width and height, "832x480", of the tiles that the transformer looks at where the result is larger. Empty: it
-    looks at the whole."""
+    """Width and height, "832x480", of the tiles that the transformer looks at where the result is larger; there are no
+    keyframes then. Empty: it looks at the whole."""
     tile_overlap: float = 0.25
     """The part of a tile that it has in common with its neighbour, at least."""
 

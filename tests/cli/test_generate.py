@@ -73,8 +73,11 @@ def not_downloaded(monkeypatch, tmp_path):
         (["--preset", "nonsense"], "--preset nonsense"),
         (["--mask", "image.png"], "--mask"),
         (["--last-image", "image.png", "--reference", "image.png"], "--last-image"),
+        (["--size", "720P", "--tile", "640x368", "--reference", "image.png"], "--tile 640x368 shows a part"),
+        (["--size", "480P", "--tile", "832x480", "--upscale", "2", "--reference", "image.png"], "--tile 832x480 shows"),
+        (["--tile", "480P"], "--tile '480P' is no size of tiles"),
     ],
-    ids=["frames", "preset", "mask alone", "last image beside a reference"],
+    ids=["frames", "preset", "mask alone", "last image beside a reference", "tiles", "tiles of a second pass", "tile"],
 )
 def test_a_request_is_refused_before_its_model_is_downloaded(monkeypatch, capsys, not_downloaded, wanted, said):
     monkeypatch.setattr(video.VideoPipeline, "open", lambda *arguments, **more: pytest.fail("it was downloaded"))

@@ -34,6 +34,16 @@ def exported(tmp_path_factory):
     return path
 
 
+def test_tiles_are_the_calls_of_a_step(capsys):
+    arguments = ("demo", "--tpu", "v6e-1", "--mesh", "single", "--size", "128x128x17")
+    status, out, _ = plan(capsys, *arguments, "--tile", "64x64", "--tile-overlap", "0.5")
+    assert status == 0
+    assert "demo, 128x128x17: 80 tokens × 2, one call of 9 in a step (windows or tiles)" in out.splitlines()[0]
+    status, _, err = plan(capsys, "Lightricks/LTX-2", "--tpu", "v6e-8", "--tile", "512x512")
+    assert status == 1
+    assert err.startswith("comfy-tpu: --tile 512x512 is for videos that are made at once, and Lightricks/LTX-2 makes")
+
+
 @pytest.fixture(scope="module")
 def planned(exported):
     """Counted once: the compiler takes seconds."""

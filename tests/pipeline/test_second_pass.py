@@ -21,13 +21,18 @@ from comfy_tpu.cli.main import main
 from comfy_tpu.config import GenerationSettings, RuntimeConfig, SecondPass
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.registry import model_cards
+from comfy_tpu.jobs.execution import Executor
+from comfy_tpu.jobs.folder import Folder
+from comfy_tpu.jobs.ledger import Job
+from comfy_tpu.jobs.outcome import Outcome
+from comfy_tpu.jobs.request import Request
 from comfy_tpu.pipeline import artifacts, media, second_pass
 from comfy_tpu.pipeline.given_media import GivenMedia
 from comfy_tpu.pipeline.initial import INITIAL, STRENGTH
 from comfy_tpu.pipeline.latent_resizing import resize_frames
 from comfy_tpu.pipeline.video import VideoPipeline
 from comfy_tpu.pipeline.video_files import Frames
-from tests.families import small_flux, wan_pipelines
+from tests.families import small_flux, small_flux2, wan_pipelines
 from tests.jobs.test_previews import run_jobs
 
 PROMPT = "a red circle moving right on a black background"
@@ -246,6 +251,23 @@ def test_jobs(tmp_path: Path) -> None:
     frames = torch.cat(list(pipeline.decode(again, larger)), dim=1)[0]
     assert np.abs(made[1].astype(float) / 255 - frames.numpy()).max() <= 1.5 / 255
     assert np.abs(made[0].astype(int) - made[1]).max() > 50, "each job has its own seed"
+
+
+def test_a_job_whose_second_pass_cannot_be_is_refused_before_the_first(tmp_path: Path) -> None:
+    picture, folder = tmp_path / "image.png", Folder(str(tmp_path / "made"))
+    Image.new("RGB", (80, 80)).save(picture)
+    folder.prepare()
+    outcomes: list[Outcome] = []
+    executor = Executor(
+        folder, on_outcome=outcomes.append, on_progress=lambda progress: pytest.fail(f"it has begun: {progress}")
+    )
+    chosen = {"height": 64, "width": 64, "num_inference_steps": 1, "tile": "64x64", "upscale": 2.0}
+    values = {"model": str(small_flux2.directory("klein")), "prompt": PROMPT, "image": [str(picture)], **chosen}
+    executor.run([Job("a", Request(values), "a.png", 1)])
+    executor.close()
+    (outcome,) = outcomes
+    assert outcome.state == "failed"
+    assert "looks at all of image with it; leave one of them out" in outcome.error
 
 
 def test_strength_without_latents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

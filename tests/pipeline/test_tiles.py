@@ -136,6 +136,17 @@ def test_a_tile_as_large_as_the_result_changes_nothing() -> None:
         assert torch.equal(denoise(**WIDE | {"tile": tile}), whole)
 
 
+@pytest.mark.parametrize("frames", [9, 21])
+def test_keyframes_have_no_effect_beside_tiles(frames: int) -> None:
+    chosen = WIDE | {"num_frames": frames, "num_inference_steps": 2}
+    assert torch.equal(denoise(**chosen, context_keyframes=0.5), denoise(**chosen))
+
+
+def test_noise_of_windows_is_for_videos_that_have_some() -> None:
+    chosen = WIDE | {"num_inference_steps": 1}
+    assert torch.equal(denoise(**chosen, context_noise="freenoise"), denoise(**chosen))
+
+
 def test_one_program_of_the_transformer_serves_every_size() -> None:
     pipeline = VideoPipeline.open(small_pipeline.directory(), RuntimeConfig(mesh="single"))
     for size in ({}, {"height": 96}, {"width": 160}):
@@ -236,13 +247,8 @@ def test_the_velocity_is_that_of_each_tile_alone(name: str, monkeypatch: pytest.
             {"num_frames": 21, "context": "continue", "context_frames": 9},
             "continues them from their own last frames",
         ),
-        (
-            small_pipeline.directory,
-            {"num_frames": 21, "context": "static", "context_frames": 9, "context_keyframes": 0.5},
-            "goes with no keyframes, and context_keyframes is 0.5; set it to 0",
-        ),
     ],
-    ids=["sound", "segments", "continued", "keyframes"],
+    ids=["sound", "segments", "continued"],
 )
 def test_videos_that_are_not_made_at_once_are_refused(directory: Any, chosen: dict[str, Any], text: str) -> None:
     pipeline = VideoPipeline.open(directory(), RuntimeConfig(mesh="single"))
@@ -291,4 +297,9 @@ def test_embeddings_that_cannot_be_cut_are_refused_by_a_later_stage() -> None:
     made = pipeline.settings(height=128, width=128, num_inference_steps=1)
     embeddings = pipeline.encode(PROMPT, made, GivenMedia((picture(0, 100, 80),)))
     with pytest.raises(InvalidValueError, match="looks at all of image with it"):
+        pipeline.denoise(embeddings, dataclasses.replace(made, tile="64x64"))
+    pipeline = VideoPipeline.open(small_vace.directory(), RuntimeConfig(mesh="single"))
+    made = pipeline.settings(height=128, width=128, num_frames=9, num_inference_steps=1)
+    embeddings = pipeline.encode(PROMPT, made, GivenMedia(references=(picture(0),)))
+    with pytest.raises(InvalidValueError, match="looks at all of reference with it"):
         pipeline.denoise(embeddings, dataclasses.replace(made, tile="64x64"))

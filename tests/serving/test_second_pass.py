@@ -5,12 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.registry import model_cards
 from comfy_tpu.jobs.outcome import Event
+from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
 from comfy_tpu.serving.admission import Admission, TooLargeError
 from comfy_tpu.serving.estimates import Estimator
 from comfy_tpu.serving.job_progress import JobProgress
-from comfy_tpu.serving.served_model import open_served_model
+from comfy_tpu.serving.planner import StepCost, _Counter
+from comfy_tpu.serving.served_model import ServedModel, open_served_model
 from tests.serving.stand_in import Served, running
 from tests.serving.test_admission import SETTINGS, WAN, ByPixels
 from tests.serving.test_api import create, wait_for
@@ -50,6 +56,8 @@ def test_an_order_has_the_size_of_its_result_and_the_settings_of_its_first_pass(
         ({"upscale": 2, "upscale_steps": 2.5}, "upscale_steps", "upscale_steps=2.5 is not allowed"),
         ({"upscale": 2, "upscale_by": "x" * 1000}, "upscale_by", "is unknown; choose from latent"),
         ({"upscale": 2, "tile": "63x64"}, "tile", "has a side of 63"),
+        ({"tile": 64}, "tile", "tile='64' is no size of tiles; write width×height"),
+        ({"tile": ["64x64"]}, "tile", "is no size of tiles"),
         ({"upscale_steps": 4}, "upscale_steps", "give upscale too"),
     ],
 )
@@ -71,6 +79,37 @@ def test_the_passes_have_the_steps_that_they_run() -> None:
     assert (first.width, first.num_inference_steps) == (64, 20)
     assert (larger.width, larger.num_inference_steps) == (128, 8)
     assert model.passes({}) == (model.defaults,)
+
+
+def test_tiles_that_the_model_cannot_cut_are_refused_with_the_order() -> None:
+    large = {"width": 1024, "height": 1024, "tile": "512x512"}
+    picture = GivenMedia((Image.new("RGB", (64, 64)),))
+    cases: list[tuple[str, dict[str, Any], GivenMedia]] = [
+        ("LTX-2", large, NO_MEDIA),
+        ("LTX-2", {"width": 512, "height": 512, "tile": "512x512", "upscale": 2}, NO_MEDIA),
+        ("Wan 2.2 5B", large, picture),
+        ("Wan 2.2 5B", {"width": 512, "height": 512, "tile": "512x512", "upscale": 2}, picture),
+        ("Wan 2.1 VACE", large, GivenMedia(references=picture.images)),
+        ("Flux.2 dev", large, picture),
+    ]
+    for name, values, given in cases:
+        (card,) = (card for card in model_cards() if card.name == name)
+        with pytest.raises(InvalidValueError, match="^tile=512x512 ") as caught:
+            ServedModel(name, card, card.defaults).passes(values, given)
+        assert caught.value.field == "tile"
+
+
+def test_tiles_are_another_cost() -> None:
+    counted: list[GenerationSettings] = []
+
+    def count(model: str, settings: GenerationSettings) -> StepCost:
+        counted.append(settings)
+        return StepCost(1.0)
+
+    counter = _Counter(count)
+    for change in ({}, {"tile": "512x512"}, {"tile": "512x512", "tile_overlap": 0.5}, {}):
+        counter.cost("wan", dataclasses.replace(SETTINGS, **change))
+    assert len(counted) == 3
 
 
 def test_both_passes_take_time_and_have_to_fit() -> None:
@@ -106,10 +145,20 @@ def _follow(progress: JobProgress, *events: tuple[str, int, int]) -> list[int]:
 def test_progress_goes_up_over_both_passes() -> None:
     first = (("loading", 1, 9), ("denoising", 0, 4), ("denoising", 2, 4), ("denoising", 4, 4), ("decoding", 1, 3))
     assert _follow(JobProgress(), *first) == [0, 0, 50, 100, 100]
-    second = (("compiling", 0, 1), ("denoising", 0, 8), ("denoising", 4, 8), ("denoising", 8, 8), ("decoding", 3, 3))
-    assert _follow(JobProgress(passes=2), *first, *second) == [0, 0, 25, 50, 50, 50, 50, 75, 100, 100]
+    second = (("compiling", 0, 1), ("denoising", 0, 12), ("denoising", 6, 12), ("denoising", 12, 12))
+    both = [0, 0, 12, 25, 25, 25, 25, 62, 100, 100]
+    assert _follow(JobProgress(steps=(4, 12)), *first, *second, ("decoding", 3, 3)) == both
+    second = (("denoising", 0, 4), ("denoising", 2, 4), ("denoising", 4, 4))
+    assert _follow(JobProgress(steps=(4, 4)), *first, *second) == [0, 0, 25, 50, 50, 50, 75, 100]
+
+
+def test_progress_where_events_are_missing_or_a_job_begins_again() -> None:
     again = (("denoising", 3, 4), ("loading", 0, 9), ("denoising", 1, 4))
-    assert _follow(JobProgress(), *again) == [75, 75, 25], "a job that begins again"
+    assert _follow(JobProgress(), *again) == [75, 75, 25]
+    assert _follow(JobProgress(steps=(4, 16)), ("denoising", 1, 4), ("denoising", 2, 16)) == [5, 30]
+    again = (("denoising", 3, 4), ("denoising", 0, 4), ("denoising", 4, 4), ("denoising", 0, 16), ("decoding", 1, 2))
+    assert _follow(JobProgress(steps=(4, 16)), *again) == [15, 0, 20, 20, 20]
+    assert _follow(JobProgress(steps=(20, 8)), ("denoising", 8, 16), ("denoising", 8, 8)) == [35, 100]
 
 
 def test_a_job_is_followed_over_its_passes(tmp_path: Path) -> None:
@@ -118,6 +167,6 @@ def test_a_job_is_followed_over_its_passes(tmp_path: Path) -> None:
         wait_for(client, made["id"], "in_progress")
         while (video := client.get(f"/v1/videos/{made['id']}").json())["stage"] != "denoising":
             assert video["status"] == "in_progress"
-        assert video["progress"] == 12, "a step of four, and as much again"
+        assert video["progress"] == 16, "a step of four in the first pass, which has 20 of 30"
         executor.may_go_on.set()
         wait_for(client, made["id"], "completed")

@@ -43,7 +43,7 @@ from comfy_tpu.families.settings import make_settings
 from comfy_tpu.jobs import opening
 from comfy_tpu.parallel.hosts import check_same, first_host_value, host_names, is_first_host
 from comfy_tpu.pipeline import artifacts, atomic, interpolation, media, reuse, video
-from comfy_tpu.pipeline.checks import check_context
+from comfy_tpu.pipeline.checks import check_context, check_tiled_media
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
 from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
 from comfy_tpu.pipeline.initial import INITIAL, read_strength
@@ -53,7 +53,7 @@ from comfy_tpu.pipeline.media_fitting import check_given
 from comfy_tpu.pipeline.model_files import ModelFiles, find_local, list_model_files
 from comfy_tpu.pipeline.path_conflicts import check_conflicts
 from comfy_tpu.pipeline.progress import Progress
-from comfy_tpu.pipeline.second_pass import check_second_pass, describe_second_pass, read_second_pass, second_settings
+from comfy_tpu.pipeline.second_pass import check_second_pass, describe_second_pass, read_second_pass
 from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint, checkpoint_path
 from comfy_tpu.terminal_text import excerpt
 
@@ -125,7 +125,7 @@ class Session:
     def set_second_pass(self, settings: GenerationSettings, second: SecondPass | None, given: GivenMedia) -> None:
         """Checks a second pass after one with these settings, and records it."""
         if second is not None:
-            second_settings(self.pipeline, settings, second, given)
+            check_second_pass(self.pipeline.family.card, self.pipeline.model_name, settings, second, given)
             self.second_pass = describe_second_pass(settings, second)
 
     def set_interpolation(self, settings: GenerationSettings, chosen: Interpolation | None) -> None:
@@ -352,8 +352,9 @@ def _check_before_download(
     check_context(card, hub_id, settings)
     if given is not None:
         check_given(card, given, settings, hub_id)
+        check_tiled_media(card, hub_id, settings, given)
     if (second := read_second_pass(vars(arguments))) is not None:
-        check_second_pass(card, hub_id, settings, second)
+        check_second_pass(card, hub_id, settings, second, given or NO_MEDIA)
 
 
 def _check_settings(arguments: argparse.Namespace, files: ModelFiles) -> None:

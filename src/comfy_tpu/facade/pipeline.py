@@ -22,7 +22,7 @@ from comfy_tpu.pipeline import artifacts
 from comfy_tpu.pipeline.given_media import GivenMedia, choose_frames
 from comfy_tpu.pipeline.initial import INITIAL, read_strength
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
-from comfy_tpu.pipeline.second_pass import denoise_again, describe_second_pass, read_second_pass, second_settings
+from comfy_tpu.pipeline.second_pass import check_second_pass, denoise_again, describe_second_pass, read_second_pass
 from comfy_tpu.pipeline.sound import Waveform
 from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint
 from comfy_tpu.pipeline.video import VideoPipeline
@@ -197,7 +197,7 @@ class Pipeline:
         stages.warn_of_preset(made)
         made = result = stages.settle_context(made, given.images)
         if second is not None:
-            result = second_settings(stages, made, second, given)
+            result = check_second_pass(stages.card, stages.model_name, made, second, given)
         return _Request(prompt, made, given, on_progress, second, result)
 
     def _parts(

@@ -176,6 +176,9 @@ class ModelCard:
     """Whether the frame rate is an input of the transformer."""
     sound: SoundFacts | None = None
     """None: videos are silent."""
+    cuts_media: bool = False
+    """Whether what a step reads of given images and videos lies beside the latents, so that windows and tiles cut it
+    like them."""
     encodes_results: bool = False
     """Whether the VAE encodes whole videos, or images, as a second pass by pixels does; False: a first frame at
     most."""

@@ -115,6 +115,7 @@ def check_code(card: ModelCard, family: ModelFamily, package: str) -> None:
         ("transformer_count", card.transformer_count, len(family.denoiser.transformers)),
         ("an image to start from", card.starts_from_image, family.vae.encode_image is not None),
         ("an image or a video as input", encodes, family.media is not None),
+        ("cuts_media", card.cuts_media, bool(family.denoiser.frame_inputs)),
         ("a sound", card.sound is not None, family.sound is not None),
         ("reads_single_files", card.reads_single_files, bool(family.single_files)),
         (

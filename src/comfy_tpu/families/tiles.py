@@ -16,7 +16,7 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Limits, ModelCard
 
-_TILE = re.compile(r"([1-9][0-9]{0,4})[x×]([1-9][0-9]{0,4})")
+_TILE = re.compile(r"\s*([1-9][0-9]{0,4})[xX×]([1-9][0-9]{0,4})\s*")
 OVERLAP_MAX = 0.75
 
 

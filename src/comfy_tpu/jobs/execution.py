@@ -39,10 +39,10 @@ from comfy_tpu.pipeline.preview_colours import LearnedColours
 from comfy_tpu.pipeline.preview_images import ColourPreviews, Previews, encode_preview
 from comfy_tpu.pipeline.progress import FetchPreview, ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.second_pass import (
+    check_second_pass,
     denoise_again,
     describe_second_pass,
     read_second_pass,
-    second_settings,
 )
 from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint
 from comfy_tpu.pipeline.video import VideoPipeline
@@ -295,7 +295,7 @@ class Executor:
         pipeline.warn_of_preset(settings)
         settings = pipeline.settle_context(settings, given.images)
         if (second := read_second_pass(job.request.values)) is not None:
-            second_settings(pipeline, settings, second, given)
+            check_second_pass(pipeline.family.card, pipeline.model_name, settings, second, given)
         self._find_interpolator(pipeline, job, settings)
         if not hosts.is_first_host():
             return settings, ()
@@ -316,7 +316,7 @@ class Executor:
         between = self._find_interpolator(pipeline, job, settings)
         second, first = read_second_pass(job.request.values), settings
         if second is not None:
-            settings = second_settings(pipeline, first, second, given)
+            settings = check_second_pass(pipeline.family.card, pipeline.model_name, first, second, given)
         description = artifacts.describe(
             job.request.prompt,
             settings,

@@ -199,23 +199,16 @@ def _check_tiles(card: ModelCard, model_name: str, settings: GenerationSettings)
             f"tile={settings.tile} is for videos that are made at once, and {model_name} {what}; leave it out",
             field="tile",
         )
-    if settings.context_keyframes and method != "none":
-        raise InvalidValueError(
-            f"tile={settings.tile} goes with no keyframes, and context_keyframes is {settings.context_keyframes:g}; "
-            "set it to 0, or leave the tile out",
-            field="tile",
-        )
 
 
-def check_tiled_media(family: ModelFamily, model_name: str, settings: GenerationSettings, given: GivenMedia) -> None:
+def check_tiled_media(card: ModelCard, model_name: str, settings: GenerationSettings, given: GivenMedia) -> None:
     """Raises InvalidValueError for media that the model looks at as a whole, beside tiles of the result."""
-    card = family.card
     if find_tiles(card, settings) is None:
         return
     whole = {
         "reference": bool(given.references),
-        "image": bool(given.images) and not card.starts_from_image and not family.denoiser.frame_inputs,
-        "video": bool(given.videos) and not card.starts_from_video and not family.denoiser.frame_inputs,
+        "image": bool(given.images) and not card.starts_from_image and not card.cuts_media,
+        "video": bool(given.videos) and not card.starts_from_video and not card.cuts_media,
     }
     for name, is_given in whole.items():
         if is_given:

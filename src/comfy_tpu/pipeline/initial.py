@@ -52,7 +52,9 @@ def check_strength(card: ModelCard, strength: float, settings: GenerationSetting
     if not isinstance(strength, (int, float)) or isinstance(strength, bool) or not 0 < strength <= 1:
         raise InvalidValueError(f"strength={strength!r} is not a number over 0, up to 1", field="strength")
     if first_step(card, steps, round(strength, _DIGITS)) == steps:
+        least = math.ceil(1000 / steps) / 1000
+        advice = f"use {least:g} or more" if least < 1 else "use 1, or more steps"
         raise InvalidValueError(
-            f"strength={strength} leaves none of {steps} steps; use {math.ceil(1000 / steps) / 1000:g} or more",
+            f"strength={strength} leaves none of {steps} steps; {advice}",
             field="strength",
         )

@@ -34,8 +34,11 @@ from comfy_tpu.pipeline.video import VideoPipeline
 SCALE_MAX = 8
 
 
-def check_second_pass(card: ModelCard, model: str, first: GenerationSettings, second: SecondPass) -> GenerationSettings:
-    """The settings of the second pass; raises InvalidValueError for what the model cannot do, with the user's field."""
+def check_second_pass(
+    card: ModelCard, model: str, first: GenerationSettings, second: SecondPass, given: GivenMedia = NO_MEDIA
+) -> GenerationSettings:
+    """The settings of the second pass; raises InvalidValueError for what the model cannot do, with the user's field.
+    `given`: its media."""
     larger = upscaled_settings(card, model, first, second.scale, second.by)
     if choose_method(card, first, begins_with_image=needs_first_frame(card)) == "continue":
         raise InvalidValueError(
@@ -51,21 +54,13 @@ def check_second_pass(card: ModelCard, model: str, first: GenerationSettings, se
     try:
         check_settings(larger, card.limits)
         check_context(card, model, larger)
+        check_tiled_media(card, model, larger, given)
         check_strength(card, second.strength, larger)
     except InvalidValueError as error:
         field = {"strength": "upscale_strength", "num_inference_steps": "upscale_steps"}.get(
             error.field or "", error.field
         )
         raise InvalidValueError(rename_field(str(error), error.field, field), field=field) from error
-    return larger
-
-
-def second_settings(
-    pipeline: VideoPipeline, first: GenerationSettings, second: SecondPass, given: GivenMedia = NO_MEDIA
-) -> GenerationSettings:
-    """The settings of the second pass, checked, also against the media that it is given."""
-    larger = check_second_pass(pipeline.family.card, pipeline.model_name, first, second)
-    check_tiled_media(pipeline.family, pipeline.model_name, larger, given)
     return larger
 
 
@@ -162,7 +157,7 @@ def denoise_again(
 ) -> tuple[torch.Tensor, GenerationSettings]:
     """The latents of the second pass, and their settings. `latents`: those of the first pass, and `given`: its media.
     `checkpoint`: as in `VideoPipeline.denoise`, of this pass alone."""
-    larger = second_settings(pipeline, first, second, given)
+    larger = check_second_pass(pipeline.family.card, pipeline.model_name, first, second, given)
     upscaled = upscale_latents(pipeline, latents, first, larger, second.by)
     begun = start_from(encode_again(pipeline, embeddings, given, larger), upscaled, second.strength)
     return pipeline.denoise(begun, larger, checkpoint=checkpoint), larger

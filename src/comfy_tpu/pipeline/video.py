@@ -393,7 +393,7 @@ class VideoPipeline:
     def _fit(self, given: GivenMedia, settings: GenerationSettings) -> FittedMedia:
         check_settings(settings, self.limits)
         self._check_continued(settings, given)
-        check_tiled_media(self.family, self.model_name, settings, given)
+        check_tiled_media(self.family.card, self.model_name, settings, given)
         config = self.files.config(self.family.transformer)
         return fit_media(self.family, config, given, self._media_settings(settings, given), self.model_name)
 

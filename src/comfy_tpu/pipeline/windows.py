@@ -78,7 +78,8 @@ class WindowedVideo:
         self._context = context
         self._settings = settings
         self._placement = placement
-        self._keyframe_steps = round(settings.context_keyframes * steps) if context.is_long else 0
+        has_keyframes = context.is_long and context.tiles is None
+        self._keyframe_steps = round(settings.context_keyframes * steps) if has_keyframes else 0
         self._frame_inputs = {name: rows for name, rows in shared.items() if name in family.denoiser.frame_inputs}
         self._on_devices: dict[str, jax.Array] = {
             name: to_device(rows.expand(settings.num_videos, *rows.shape[1:]))

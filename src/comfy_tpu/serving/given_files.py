@@ -42,6 +42,7 @@ def check_uploads(request: Request, model: ServedModel, uploads: Sequence[Upload
         if field not in VIDEO_NAMES or not str(error).startswith(field):
             raise
         raise InvalidValueError(f"input_{error}", field=f"input_{field}") from error
+    model.passes(request.values, given)
     return request
 
 

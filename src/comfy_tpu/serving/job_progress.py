@@ -17,25 +17,35 @@ class JobProgress:
     """The latest, a JPEG file; empty: none yet."""
     report: Progress | None = None
     """As the pipeline made it."""
-    passes: int = 1
-    """Two with a second pass at a larger size."""
+    steps: tuple[int, ...] = (1,)
+    """Of each pass: two with a second pass at a larger size. One pass may run others than were foreseen."""
+    number: int = 0
+    """Of the current pass, from 0."""
     done: int = 0
     total: int = 0
     """Steps of the current pass."""
-    finished_passes: int = 0
 
     @property
     def percent(self) -> int:
-        """Of the steps: what comes before and after them is short."""
-        steps = self.finished_passes * self.total + self.done
-        return 100 * steps // (self.passes * self.total) if self.total else 0
+        """Of the steps of all passes: what comes before and after them is short."""
+        if not self.total:
+            return 0
+        before, own = sum(self.steps[: self.number]), self.steps[self.number]
+        return int(100 * (before + own * self.done / self.total) / sum(self.steps))
 
     def follow(self, event: Event, preview: bytes = b"") -> JobProgress:
         """The progress after an event. `preview`: the event's, of this job."""
         after = dataclasses.replace(self, stage=event.stage, preview=preview or self.preview, report=event.progress)
         if event.stage != "denoising":
             return after
-        finished = self.finished_passes
-        if event.done < self.done:  # the next pass, or the job began again
-            finished = finished + 1 if finished + 1 < self.passes else 0
-        return dataclasses.replace(after, done=event.done, total=event.total, finished_passes=finished)
+        return dataclasses.replace(after, number=self._find_pass(event), done=event.done, total=event.total)
+
+    def _find_pass(self, event: Event) -> int:
+        """Events may be missing, and a job may begin again: passes of different numbers of steps are told apart by
+        these."""
+        if len(self.steps) == 1:
+            return 0
+        first, second = self.steps
+        if first != second:
+            return int(event.total == second)
+        return 1 if event.done < self.done else self.number

@@ -62,7 +62,7 @@ def make_request(
             _check_limited(name, given)
         elif field == "strength" and (card.starts_from_image or card.starts_from_video):
             values[field] = _strength(given)
-        elif name == "upscale_by":
+        elif name in ("upscale_by", "tile"):
             values[name] = str(given)[:40]
         elif name in UPSCALE_FIELDS:
             values[name] = _number(name, given)

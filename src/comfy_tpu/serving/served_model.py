@@ -14,7 +14,8 @@ from comfy_tpu.families.settings import make_settings
 from comfy_tpu.jobs.opening import choose_settings
 from comfy_tpu.jobs.request import split_lora
 from comfy_tpu.jobs.served_ledger import Kind
-from comfy_tpu.pipeline.checks import check_context
+from comfy_tpu.pipeline.checks import check_context, check_tiled_media
+from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
 from comfy_tpu.pipeline.initial import first_step
 from comfy_tpu.pipeline.second_pass import check_second_pass, read_second_pass
 
@@ -43,15 +44,16 @@ class ServedModel:
         sizes = self.card.sizes if size is None else {size: {}, **self.card.sizes}  # a server before took others
         return choose_settings(values, sizes, self._preset_settings(values))
 
-    def passes(self, values: Mapping[str, Any]) -> tuple[GenerationSettings, ...]:
+    def passes(self, values: Mapping[str, Any], given: GivenMedia = NO_MEDIA) -> tuple[GenerationSettings, ...]:
         """The settings of each denoising of a request, with the number of steps that it runs. Raises
-        InvalidValueError for values that the model does not take."""
+        InvalidValueError for values and media that the model does not take together."""
         first = make_settings(self.defaults, self.chosen_settings(values), self.card.limits)
         check_context(self.card, self.name, first)
+        check_tiled_media(self.card, self.name, first, given)
         second = read_second_pass(values)
         if second is None:
             return (first,)
-        larger = check_second_pass(self.card, self.name, first, second)
+        larger = check_second_pass(self.card, self.name, first, second, given)
         count = larger.num_inference_steps
         count -= first_step(self.card, count, second.strength)
         return first, dataclasses.replace(larger, num_inference_steps=count, sigmas="")

@@ -270,7 +270,12 @@ class Service:
 
     def _begin_progress(self, id_: str) -> JobProgress:
         record = self.ledger.find(id_)
-        return JobProgress(passes=2 if record is not None and "upscale" in record.request.values else 1)
+        model = None if record is None else self.models.get(record.request.model)
+        if record is not None and model is not None and "upscale" in record.request.values:
+            with contextlib.suppress(InvalidValueError):  # of a server that took other values
+                passes = model.passes(record.request.values)
+                return JobProgress(steps=tuple(each.num_inference_steps for each in passes))
+        return JobProgress()
 
     def _on_outcome(self, outcome: Outcome, state: str) -> None:
         if outcome.id == WARM_UP:

@@ -81,6 +81,7 @@ HUNYUAN15_IMAGE = dataclasses.replace(
     name="HunyuanVideo-1.5 image-to-video",
     pipeline_classes=("HunyuanVideo15ImageToVideoPipeline",),
     image=ImageInput("first_frame", required=True, resize="crop"),
+    cuts_media=True,
     published={
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v": {**_TRANSFORMER_720P, "task_type": "i2v"},
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v": {**_TRANSFORMER_480P, "task_type": "i2v"},

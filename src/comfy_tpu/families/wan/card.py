@@ -146,6 +146,7 @@ WAN21_IMAGE = dataclasses.replace(
     matches=lambda index, config: _is_wan21(index) and config.get("pos_embed_seq_len") is None,
     image=ImageInput("first_frame", required=True),
     videos=(),
+    cuts_media=True,
     published={
         "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": _TRANSFORMER_I2V,
         "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": _TRANSFORMER_I2V,
@@ -191,6 +192,7 @@ WAN22_IMAGE = dataclasses.replace(
     name="Wan 2.2 image-to-video",
     pipeline_classes=(_IMAGE_PIPELINE,),
     image=ImageInput("first_frame", required=True, last_image="optional"),
+    cuts_media=True,
     defaults=dataclasses.replace(
         WAN22.defaults, guidance_scale=3.5, guidance_scale_2=3.5, flow_shift=5.0, boundary=0.9
     ),
@@ -235,6 +237,7 @@ WAN_VACE = dataclasses.replace(
         VideoInput("mask", "mask", words="white where --video is made anew, black where it stays", needs=("video",)),
     ),
     has_control_strength=True,
+    cuts_media=True,
     # As Wan's own code has it for VACE, at every size.
     defaults=dataclasses.replace(WAN21.defaults, flow_shift=16.0),
     sizes={name: {**size, "flow_shift": 16.0} for name, size in WAN21.sizes.items()},
