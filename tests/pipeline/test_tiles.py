@@ -202,7 +202,7 @@ def _given(name: str) -> GivenMedia:
     return small_vace.given("video and mask") if name == "VACE" else GivenMedia()
 
 
-@pytest.mark.default_cases("Wan 2.2 image-to-video", "VACE", "Flux.1")
+@pytest.mark.default_cases("Wan 2.2 image-to-video", "Flux.1")
 @pytest.mark.parametrize("name", _FAMILIES)
 def test_the_velocity_is_that_of_each_tile_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures and videos that come with the latents are cut like them."""
