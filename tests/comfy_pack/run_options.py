@@ -22,22 +22,10 @@ from comfy_tpu.config import RunOptions, RuntimeConfig
 from comfy_tpu.errors import ComfyTpuError
 from comfy_tpu.families.wan.card import CARD
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
+from tests.comfy_pack.neutral_options import NEUTRAL
 
 SAMPLING = {"height": 64, "width": 64, "num_frames": 17, "num_inference_steps": 1, "guidance_scale": 5.0, "seed": 1}
 ROWS = {"text": torch.zeros(1, 512, 128)}
-NEUTRAL = {
-    "mesh": "auto",
-    "dtype": "auto",
-    "quantize": "none",
-    "vae_backend": "torchax",
-    "reuse": 0.0,
-    "guidance_until": 1.0,
-    "num_videos": 1,
-    "attention": "auto",
-    "attention_window": "full",
-    "attention_blocks": "auto",
-    "dense_max_tokens": 4096,
-}
 BAD = {
     "mesh": "dp=2,xp=4",
     "attention_window": "4x16x16",

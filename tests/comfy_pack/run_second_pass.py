@@ -24,6 +24,7 @@ from comfy_tpu.families.flux.card import CARD as FLUX
 from comfy_tpu.families.ltx2.card import CARD as LTX2
 from comfy_tpu.pipeline.second_pass import denoise_again
 from comfy_tpu.pipeline.video import VideoPipeline
+from tests.comfy_pack.neutral_options import NEUTRAL
 from tests.families import small_flux, small_ltx2
 
 PROMPT = "a red circle"
@@ -32,22 +33,6 @@ MODELS = {
     "video": (LTX2, small_ltx2.directory, {"num_frames": 9, "fps": 24, "height": 64, "width": 64}),
     "image": (FLUX, lambda: small_flux.directory("dev"), {"height": 32, "width": 48}),
 }
-
-
-_DEFAULTS: dict[str, Any] = {
-    "mesh": "single",
-    "dtype": "auto",
-    "quantize": "none",
-    "vae_backend": "torchax",
-    "reuse": 0.0,
-    "guidance_until": 1.0,
-    "num_videos": 1,
-    "attention": "auto",
-    "attention_window": "full",
-    "attention_blocks": "auto",
-    "dense_max_tokens": 4096,
-}
-"""The values of the widgets of TPU Options."""
 
 
 def run(kind: str) -> dict[str, Any]:
@@ -78,7 +63,7 @@ def run(kind: str) -> dict[str, Any]:
     )
     wanted = pipeline.to_vae_scale(again).reshape(second.shape)
     if kind == "image":
-        tiled = make_options(**_DEFAULTS, tile=" 48x32 ")
+        tiled = make_options(**NEUTRAL | {"mesh": "single"}, tile=" 48x32 ")
         by_tiles = sample(**larger, initial_latents={"samples": first}, strength=0.5, options=tiled)
         own = dataclasses.replace(settings, tile="48x32")
         again, _ = denoise_again(pipeline, embeddings, pipeline.denoise(embeddings, own), own, SecondPass(2.0, 0.5))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.comfy_pack.neutral_options import NEUTRAL
 from tests.comfyui.checkout import Checkout
 from tests.comfyui.client import ComfyClient, Prompt
 from tests.comfyui.graphs import DECODER, ENCODER, SAMPLER, keep, three_nodes
@@ -15,19 +16,6 @@ from tests.comfyui.workflows import FRAMES
 pytestmark = pytest.mark.comfyui
 
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-NEUTRAL = {
-    "mesh": "auto",
-    "dtype": "auto",
-    "quantize": "none",
-    "vae_backend": "torchax",
-    "reuse": 0.0,
-    "guidance_until": 1.0,
-    "num_videos": 1,
-    "attention": "auto",
-    "attention_window": "full",
-    "attention_blocks": "auto",
-    "dense_max_tokens": 4096,
-}
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ class WindowedVideo:
 
     def shuffle_noise(self, noise: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
         """The noise that the video starts from. `seeds`: of each video, or of all."""
-        if self._settings.context_noise != "freenoise" or not self._context.is_long:
+        if self._settings.context_noise != "freenoise":
             return noise
         rows = noise.split(noise.shape[0] // len(seeds))
         return torch.cat([shuffle_noise(own, self._context, seed) for own, seed in zip(rows, seeds, strict=True)])
