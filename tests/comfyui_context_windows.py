@@ -8,34 +8,39 @@ from typing import Any
 
 import pytest
 
-from tests.comfyui.checkout import ROOT, NoComfyUIError, find_path
+from tests.comfyui.checkout import NoComfyUIError, find_path
 
 
 @functools.cache
 def load() -> Any:
     """The module `comfy.context_windows`; skips the test where there is no ComfyUI.
 
-    Of what it imports, it uses two functions: one looks for a cancelled run, the other for callbacks of other nodes.
+    It uses three imported functions: one looks for a cancelled run, one for callbacks of other nodes, and one splits
+    latents into video and sound, which these tests do not have.
     """
-    beside = ROOT.parent / "shared" / "ComfyUI"  # where .ci/comfyui looks, too
     try:
-        path = (beside if beside.is_dir() else find_path()) / "comfy" / "context_windows.py"
+        path = find_path() / "comfy" / "context_windows.py"
     except NoComfyUIError as error:
         pytest.skip(str(error))
     if not path.is_file():
         pytest.skip(f"{path} is missing: this ComfyUI is older than context windows")
-    package, management, patching = (
-        types.ModuleType(name) for name in ("comfy", "comfy.model_management", "comfy.patcher_extension")
-    )
-    package.__dict__.update(model_management=management, patcher_extension=patching)
-    management.__dict__["throw_exception_if_processing_interrupted"] = lambda: None
-    patching.__dict__["get_all_callbacks"] = lambda *_: []
+    package = types.ModuleType("comfy")
+    functions = {
+        "model_management": {"throw_exception_if_processing_interrupted": lambda: None},
+        "patcher_extension": {"get_all_callbacks": lambda *_: []},
+        "utils": {"unpack_latents": lambda latents, _shapes: [latents]},
+        "conds": {},
+    }
+    stubs = {"comfy": package}
+    for module_name, contents in functions.items():
+        stub = types.ModuleType(f"comfy.{module_name}")
+        stub.__dict__.update(contents)
+        package.__dict__[module_name] = stubs[stub.__name__] = stub
     name = "comfyui_context_windows"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    stubs = {each.__name__: each for each in (package, management, patching)}
     with pytest.MonkeyPatch.context() as patch:
         for each, stub in {**stubs, name: module}.items():  # its dataclasses look their module up
             patch.setitem(sys.modules, each, stub)
@@ -57,4 +62,5 @@ def handler(schedule: str, weights: str, length: int, overlap: int, stride: int 
         dim=2,
     )
     made._step = step
+    made.causal_window_fix = False  # ComfyUI 0.33 by default prepends a frame to every window but the first
     return made

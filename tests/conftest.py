@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import signal
+import zlib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -68,6 +69,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", metavar="K/N", help="run part K, from 0, of N parts of equal size, by the tests' names")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_thorough_cases(items, whole=not any("::" in argument for argument in config.args))
@@ -76,7 +81,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         top = item.path.relative_to(Path(__file__).parent).parts[0]
         return LONG.index(top) if top in LONG else len(LONG)
 
+    if shard := config.getoption("--shard"):
+        part, parts = map(int, shard.split("/"))
+        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != part]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
     items.sort(key=turn)
+
+
+@pytest.fixture
+def with_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that install are pip's, also where uv made this environment, without pip."""
+    from comfy_tpu import distribution
+
+    has_pip = distribution._has_pip
+    monkeypatch.setattr(distribution, "_has_pip", lambda python: python is None or has_pip(python))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -27,7 +27,7 @@ from comfy_tpu.compiler.component import Component
 from comfy_tpu.config import MeshSizes
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.registry import load_family
-from comfy_tpu.families.shared.published_configs import UMT5_XXL
+from comfy_tpu.families.shared.published import part_configs
 from comfy_tpu.parallel.chips import Slice, parse_slice
 from comfy_tpu.parallel.mesh import abstract_placement
 from comfy_tpu.parallel.placement import Placement
@@ -51,7 +51,8 @@ class Part:
 
 def export_text_encoder(placement: Placement, family: ModelFamily) -> jax.export.Exported:
     (encoder,) = family.text.encoders
-    component = Component(encoder.component, UMT5_XXL, placement, dtype=torch.bfloat16)
+    config = part_configs("comfy_tpu.families.wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers")[encoder.component.name]
+    component = Component(encoder.component, config, placement, dtype=torch.bfloat16)
     tokens = jax.ShapeDtypeStruct((2, TOKENS), jnp.int32)
     program = component.program(encoder.encode)
     return program.export("tpu", component.abstract_weights(), input_ids=tokens, attention_mask=tokens)

@@ -42,9 +42,9 @@ def pip_command(*arguments: str, python: str | Path | None = None) -> str:
     return shlex.join(["uv", "pip", action, "--python", named, *(each for each in others if each != "-y")])
 
 
-def install_command(python: str | Path) -> str:
-    """Installs this comfy-tpu into another Python."""
-    return pip_command("install", _source(), python=python)
+def install_command(extra: str = "", *, python: str | Path | None = None) -> str:
+    """A command that installs this comfy-tpu, with one of its extras, into this Python or another one."""
+    return pip_command("install", _source(extra), python=python)
 
 
 def restore_command(*paths: str) -> str:
@@ -67,23 +67,25 @@ def _checkout() -> Path | None:
     return root if _PACKAGE.parent.name == "src" and (root / "pyproject.toml").is_file() else None
 
 
-def _source() -> str:
+def _source(extra: str = "") -> str:
     """The argument with which pip installs this version: its origin as pip recorded it (PEP 610)."""
+    suffix = f"[{extra}]" if extra else ""
+    name = _NAME + suffix
     if (checkout := _checkout()) is not None:
-        return str(checkout)
-    latest = f"{_NAME} @ git+{HOME_PAGE}"
+        return f"{checkout}{suffix}"
+    latest = f"{name} @ git+{HOME_PAGE}"
     try:
         installed = importlib.metadata.distribution(_NAME)
     except importlib.metadata.PackageNotFoundError:  # unpacked by hand
         return latest
     recorded = installed.read_text("direct_url.json")
     if recorded is None:  # from an index
-        return f"{_NAME}=={installed.version}"
+        return f"{name}=={installed.version}"
     origin = parse_json(recorded)
     if "vcs_info" in origin:
-        return f"{_NAME} @ {origin['vcs_info']['vcs']}+{origin['url']}@{origin['vcs_info']['commit_id']}"
+        return f"{name} @ {origin['vcs_info']['vcs']}+{origin['url']}@{origin['vcs_info']['commit_id']}"
     url = urllib.parse.urlparse(origin["url"])
     if url.scheme != "file":
-        return str(origin["url"])
+        return f"{name} @ {origin['url']}" if extra else str(origin["url"])
     place = urllib.parse.unquote(url.path)
-    return place if Path(place).exists() else latest
+    return f"{place}{suffix}" if Path(place).exists() else latest

@@ -11,11 +11,13 @@ from comfy_tpu.bench.page_texts import ENGLISH, LANGUAGES, read_texts
 from comfy_tpu.bench.report import RunFiles, draw_run, format_tables
 from comfy_tpu.bench.results import Row, read_runs, write_runs
 from comfy_tpu.bench.tables import TITLES, floor_seconds, format_seconds, make_table, speedup
+from comfy_tpu.distribution import install_command
 from comfy_tpu.errors import InvalidValueError, UnsupportedError
 from tests.bench.test_results import make_run
 from tests.pins import only_with_the_pinned
 
-PLOTTED = {"matplotlib": importlib.metadata.version("matplotlib"), "tabulate": importlib.metadata.version("tabulate")}
+# numpy: the last digit of a plot's coordinates is its.
+PLOTTED = {name: importlib.metadata.version(name) for name in ("matplotlib", "numpy", "tabulate")}
 ROOT = Path(__file__).parents[2]
 SIZE = "832x480x81"
 
@@ -266,7 +268,7 @@ def test_the_same_figures_make_the_same_drawing():
 
 def test_missing_libraries_are_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    message = r"need matplotlib and tabulate for their tables and plots; pip install 'comfy-tpu\[bench\]'"
+    message = f"need matplotlib and tabulate for their tables and plots; {re.escape(install_command('bench'))}"
     with pytest.raises(UnsupportedError, match=message):
         RunFiles.check()
 

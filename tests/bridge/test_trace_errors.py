@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from comfy_tpu.bridge import TraceContext
+from comfy_tpu.compiler.program import Program
 from comfy_tpu.errors import InvalidValueError, MissingOperatorError, TraceError
 from tests.tracing import run_traced
 
@@ -57,6 +59,16 @@ def test_needing_a_value_names_the_line_and_the_section(model: object, section: 
         run_traced(model, x)  # type: ignore[arg-type]
     assert line_of(model, 1) in str(caught.value)
     assert str(caught.value).endswith(f"; see docs/porting.md#{section}")
+
+
+def test_an_error_of_a_model_stays_where_jax_has_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        for kind in type(x._elem._trace).__mro__:  # type: ignore[attr-defined]
+            monkeypatch.delattr(kind, "invalidate", raising=False)
+        raise KeyError("of the model")
+
+    with pytest.raises(KeyError, match="of the model"):
+        Program(torch.nn.Identity(), context=TraceContext(), method=lambda module, x: fail(x), name="fails")({}, x=x)
 
 
 @pytest.mark.parametrize(

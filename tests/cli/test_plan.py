@@ -11,6 +11,7 @@ import pytest
 from comfy_tpu.cli import main as cli
 from comfy_tpu.cli import plan_report
 from comfy_tpu.config import MeshSizes
+from comfy_tpu.distribution import install_command
 from comfy_tpu.parallel.chips import CHIPS, parse_slice
 from comfy_tpu.parallel.layouts import estimate
 from comfy_tpu.planning import plan as planning
@@ -77,7 +78,7 @@ def test_why_the_compiler_was_not_asked(capsys, monkeypatch, exported, planned):
 
     monkeypatch.setattr(planning, "has_tpu_compiler", lambda: False)
     monkeypatch.setattr(planning, "count_program", lambda *_: planned.chosen.partitioned)
-    assert "(libtpu is not installed: pip install 'comfy-tpu[tpu]')" in said()
+    assert f"(libtpu is not installed: {install_command('tpu')})" in said()
     monkeypatch.setattr(
         planning, "plan_program", lambda _, *, compile_, **__: dataclasses.replace(planned, compiler_wanted=compile_)
     )

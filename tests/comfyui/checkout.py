@@ -48,7 +48,7 @@ class Checkout:
 def find_checkout() -> Checkout:
     path = find_path()
     if importlib.util.find_spec("aiohttp") is None:
-        raise NoComfyUIError("the client of ComfyUI's API needs aiohttp: pip install 'comfy-tpu[comfy]'")
+        raise NoComfyUIError("the client of ComfyUI's API needs aiohttp: pip install '.[comfy]'")
     python = Path(os.environ.get("COMFYUI_PYTHON") or sys.executable).expanduser()
     if not python.is_file():
         raise NoComfyUIError(f"COMFYUI_PYTHON={python} does not exist")

@@ -10,6 +10,7 @@ from comfy_tpu.diagnosis.comfyui import own_environment
 
 ROOT = Path(__file__).parents[2]
 PIP = f"{sys.executable} -m pip"
+pytestmark = pytest.mark.usefixtures("with_pip")
 REQUIREMENTS = """\
 comfyui-frontend-package==1.35.9
 torch
@@ -70,6 +71,16 @@ def test_without_torchaudio_comfyui_runs_and_nothing_installs_it(comfyui):
     assert finding.status == "warning"
     assert finding.detail == "ComfyUI asks for torchaudio (here: none), which only its audio nodes need"
     assert finding.fix is None
+
+
+def test_a_comfyui_that_imports_torchaudio_is_given_versions_that_import_together(comfyui):
+    code = comfyui / "comfy/ldm/lightricks/vae/audio_vae.py"
+    code.parent.mkdir(parents=True)
+    code.touch()
+    finding = findings(comfyui, {**VERSIONS, "torch": "2.15.0", "torchaudio": None})["its packages"]
+    assert (finding.status, finding.detail) == ("blocked", "ComfyUI needs torchaudio, not installed here")
+    assert finding.fix is not None
+    assert finding.fix.endswith(" torch==2.13.0 torchvision==0.28.0 torchaudio==2.11.0")
 
 
 def test_a_torch_for_which_the_default_index_has_no_torchvision(comfyui):

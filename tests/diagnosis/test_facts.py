@@ -205,3 +205,15 @@ def test_the_probe_says_which_demo_model_cannot_be_opened(tmp_path, monkeypatch)
     found = device_probe._open_demo_models()
     assert found["demo"].startswith("model=demo lacks text_encoder, vae, tokenizer; a WanPipeline directory has")
     assert found["demo-image"] is None
+
+
+def test_a_library_that_does_not_import_is_told_for_each_demo_model(monkeypatch):
+    """As diffusers beside a torchvision of another torch, which raises when a class is looked up."""
+
+    def fail(name):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(model_files.ModelFiles, "open", fail)
+    assert device_probe._open_demo_models() == dict.fromkeys(
+        ("demo", "demo-image"), "operator torchvision::nms does not exist"
+    )

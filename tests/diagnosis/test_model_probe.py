@@ -56,17 +56,26 @@ def test_weights_that_are_missing_or_another_models(demo):
     assert found["incomplete"].startswith("transformer: checkpoint ")
 
 
+def test_keys_to_ignore_are_left_out(demo):
+    path = demo / "transformer/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "shiny": True}))
+    assert "has shiny, which " in probe(str(demo), **CPU)["error"]
+    found = probe(str(demo), **CPU, ignored_keys=["shiny"])
+    assert (found["error"], found["incomplete"], found["family"]) == (None, None, "Wan 2.1")
+
+
 def test_the_process_that_looks_gets_the_devices_and_its_answer_is_read(monkeypatch):
     def run(command, *, env, input, **_):
         assert command == [sys.executable, "-P", "-m", "comfy_tpu.diagnosis.model_probe"]
         assert env["JAX_PLATFORMS"] == "cpu"
         asked = json.loads(input)
+        assert asked["ignored_keys"] == ["shiny"]
         answer = json.dumps(probe(asked.pop("model"), **asked))
         return types.SimpleNamespace(returncode=0, stdout=f"noise\n{answer}\n", stderr="")
 
     monkeypatch.setattr(facts.subprocess, "run", run)
     devices = facts.Devices("cpu", tuple(facts.Device(number, "cpu", None) for number in range(8)))
-    found = facts.model("demo", devices, facts.HostMemory(16 * 10**9, None))
+    found = facts.model("demo", devices, facts.HostMemory(16 * 10**9, None), ignored_keys=("shiny",))
     assert (found.family, found.mesh, found.incomplete) == ("Wan 2.1", "dp=2,sp=4,tp=1", None)
     assert found.usable_bytes == 1_700_000_000
     failed = types.SimpleNamespace(returncode=-9, stdout="", stderr="one\nout of memory\n")

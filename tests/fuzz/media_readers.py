@@ -14,10 +14,12 @@ import numpy as np
 from hypothesis import strategies as st
 from PIL import Image
 
+from comfy_tpu.jobs.served_ledger import owners_path
 from comfy_tpu.pipeline import media
 from comfy_tpu.pipeline.images import PIXELS_MAX, read_image
 from comfy_tpu.pipeline.sound_files import read_sound
 from comfy_tpu.pipeline.video_files import open_video
+from comfy_tpu.serving.recovery import open_ledger
 from tests.fuzz.hostile_bytes import changed_value, dump, files, values
 from tests.fuzz.model_readers import write
 from tests.fuzz.reader import Case, named, reader
@@ -215,3 +217,15 @@ def read_output_metadata(directory: Path, _: Any, case: Case) -> None:
     found = media.find_metadata(write(directory, case))
     assert isinstance(found, dict)
     media.read_metadata(directory / case.name)
+
+
+@reader("serving.recovery", cases=_described_outputs)
+def read_finished_job(directory: Path, _: Any, case: Case) -> None:
+    """Of a server whose ledger is gone. Whatever the file says, it is a finished job, with the owner that is known."""
+    name = f"image_{'0' * 24}.png" if case.name.endswith("png") else f"video_{'0' * 24}.mp4"
+    place = write(directory, Case(case.content, name))
+    owners_path(directory / "jobs.db").write_bytes(case.content[:200])
+    open_ledger(directory / "jobs.db", directory).close()
+    for path in directory.glob("jobs.db*"):
+        path.unlink()
+    place.unlink()

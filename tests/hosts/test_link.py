@@ -3,6 +3,7 @@
 import contextlib
 import select
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -231,6 +232,13 @@ def test_a_sentence_before_an_abort(arguments, status, tmp_path):
     assert wait_all([start("-c", ABORT, *arguments, cwd=tmp_path)]) == [(status, "", "a sentence")]
 
 
+def test_a_handler_of_abort_that_is_there_stays(tmp_path):
+    code = "import os; from comfy_tpu.parallel.coordination import delay_abort; delay_abort(); os.abort()"
+    ((status, _, err),) = wait_all([start("-X", "faulthandler", "-c", code, cwd=tmp_path)])
+    assert status == -6
+    assert err.startswith("Fatal Python error: Aborted")
+
+
 OWN = {"type": "hello", "process": 0, "processes": 3, "host": "a", "versions": {"jax": "0.10.2", "torch": "2.13"}}
 
 
@@ -280,6 +288,13 @@ def test_bad_addresses(config, field, text):
         hosts.find_address(HostsConfig(*config))
     assert str(raised.value).startswith(text)
     assert raised.value.field == field
+
+
+def test_clusters_that_jax_has_under_another_name(monkeypatch):
+    monkeypatch.delattr("jax._src.clusters")
+    monkeypatch.setitem(sys.modules, "jax._src.clusters", None)
+    with pytest.raises(HostsError, match="coordinator=auto: .*give --coordinator HOST:PORT"):
+        hosts.find_address(HostsConfig("auto"))
 
 
 def test_addresses():

@@ -31,6 +31,7 @@ EXPLAINED = [
     (item("all-to-all", "dp", "convert.11", in_loop=False, times=1), "guidance branches"),
     (item("all-to-all", "dp", "aten::cat/concatenate", in_loop=False, times=1), "guidance branches"),
     (item("collective-permute", "dp", "aten::add.Tensor/slice", in_loop=False, times=1), "guidance branches"),
+    (item("collective-permute", "dp", "jit(x_step)/convert_element_type", in_loop=False, times=1), "guidance branches"),
 ]
 
 

@@ -1,5 +1,6 @@
 """Programs as XLA prints them, in all the forms that were met."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,21 @@ def test_a_loop_may_count_with_unsigned_numbers():
     assert "s32[] constant(40)" in PROGRAM
     counted = Module(PROGRAM.replace("s32[] constant(40)", "u32[] constant(40)")).collectives()
     assert [item.times for item in counted] == [item.times for item in Module(PROGRAM).collectives()]
+
+
+def test_elements_of_tuples_may_be_named_where_they_are_used():
+    text = PROGRAM
+    for line, name, source, index in re.findall(
+        r"(  %([\w.]+) = \S+ get-tuple-element\(%([\w.]+)\), index=(\d+)\n)", text
+    ):
+        text = re.sub(rf"%{re.escape(name)}(?![\w.#])", f"%{source}#{index}", text.replace(line, ""))
+    assert "get-tuple-element" not in text
+    assert "#0" in text
+    shortened, module = Module(text), Module(PROGRAM)
+    assert shortened.collectives() == module.collectives()
+    assert shortened.product_flops() == module.product_flops()
+    with pytest.raises(UnsupportedError, match=r"names %p#7, which is not in inner_condition"):
+        Module(text.replace("%p#0", "%p#7"))
 
 
 def test_a_known_trip_count_goes_first():

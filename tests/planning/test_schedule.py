@@ -98,6 +98,39 @@ def test_an_index_is_not_read_from_the_line_before_it():
     assert program.cycles == 12 * (count - 100) + 12 * 100 / 4
 
 
+# The same index in the splash kernel by three versions: what sets it back to 0, and where it was loaded again.
+INDEX_FORMS = {
+    "0.0.51": (
+        "%s9 = smov.u32 (%p1_p1, %s2), 0 /* iteration index, stage = 0 iter bound = 3 */",
+        "%s7 = sld [smem:[#allocation26_spill]] /* iteration index, stage = 1 iter bound = 3 */",
+    ),
+    "0.0.50.1": (
+        "%s9 = smov (%p1_p1, %s2), 0 /* iteration index, stage = 0 iter bound = 3 */",
+        "%s7 = sld [smem:[#allocation26_spill]] /* iteration index, stage = 1 iter bound = 3 */",
+    ),
+    "0.0.42.1": ("%s9 = smov (%p1_p1, %s2), 0", "%s7 = sld [smem:[#allocation27_spill]]"),
+}
+
+
+@pytest.mark.parametrize("libtpu", INDEX_FORMS)
+def test_a_grid_index_is_known_in_the_listings_of_each_libtpu(libtpu):
+    wrap, load = INDEX_FORMS[libtpu]
+    lines = (
+        "LB: > { %s1 = sphi %s0, %s8 /* iteration index, stage = 0 iter bound = 3 */ } /* Start region 9 */",
+        "   : > { %s5 = sphi %s4, %s3 /* iteration index, stage = 1 iter bound = 3 */ }",
+        "   : > { %77 = sst [smem:[#allocation27_spill]] %s5  ;;  %s2 = sadd.s32 1, %s1 }",
+        "   : > { %p1_p1 = scmp.ge.s32.totalorder %s2, 4 }",
+        f"   : > {{ {wrap} }}",
+        f"   : > {{ {load} }}",
+        *guarded("%p5_p5 = scmp.ne.s32.totalorder %s7, 3", "p5_p5", 5),
+        "   : > { %p2_p2 = scmp.ge.s32.totalorder %s88, 12 /* loop exit test */ }",
+        "   :  { %9 = sbr.rel (!%p2_p2) target = $region9 }",
+    )
+    program = parse_schedule("kernel", bundles(*lines), slots(len(lines)))
+    assert program.cycles == pytest.approx(11 * (len(lines) - 100) + 11 * 100 / 4)
+    assert program.undecided_branches == 0
+
+
 IN_PLACE = """
 %body (given: bf16[4096,1024], part: bf16[256,1024], at: s32[]) -> bf16[4096,1024] {
   %given = bf16[4096,1024]{1,0:T(8,128)(2,1)} parameter(0)
@@ -153,8 +186,16 @@ def test_forms_that_are_not_known():
         read_schedules(Path(__file__).parent / "nowhere")
     with pytest.raises(ScheduleError, match="in a form that is not known"):
         parse_utilization("something else")
+    with pytest.raises(ScheduleError, match="the slots of unknown units: VMX"):
+        parse_utilization(slots(1).replace("VSTORE,", "VMX,"))
     with pytest.raises(ScheduleError, match="lists 1 bundles, but slots of 2"):
         parse_schedule("x", "0 : { }", slots(2))
+
+
+def test_matrix_units_have_one_name():
+    assert parse_utilization(slots(2).replace("MATMUL", "MXU")).units == parse_utilization(slots(2)).units
+    with pytest.raises(ScheduleError, match="in a form that is not known"):
+        parse_utilization(slots(2).replace("MATMUL", "VALU"))
 
 
 def test_rows_faster_than_the_matrix_units_take_them_wait():
@@ -341,7 +382,7 @@ def test_short_steps_are_told_in_milliseconds(step):
 
 def test_nothing_is_compiled_without_the_tpu_compiler(monkeypatch):
     monkeypatch.setattr(compilation, "has_tpu_compiler", lambda: False)
-    with pytest.raises(CompilationError, match=r"libtpu, the TPU's compiler, is not installed; pip install"):
+    with pytest.raises(CompilationError, match=r"libtpu, the TPU's compiler, is not installed; on Linux with x86_64: "):
         compile_exported(b"no program", V6E, GATHERING)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from comfy_tpu.bench.page_texts import ENGLISH, PageTexts
 from comfy_tpu.bench.results import Row, Run
 from comfy_tpu.bench.tables import format_seconds, peer_name, render_table
+from comfy_tpu.distribution import install_command
 from comfy_tpu.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def check_libraries() -> None:
     missing = [name for name in ("matplotlib", "tabulate") if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedError(
-            f"benchmarks need {' and '.join(missing)} for their tables and plots; pip install 'comfy-tpu[bench]'"
+            f"benchmarks need {' and '.join(missing)} for their tables and plots; {install_command('bench')}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from comfy_tpu.errors import Section, TraceError, see
 class _Failure:
     types: tuple[type[Exception], ...]
     message_part: str
-    """Text that the message of the exception contains; empty: any message."""
+    """A pattern that the message of the exception contains; empty: any message."""
     section: Section
     problem: str
     remedy: str
@@ -51,7 +52,11 @@ _FAILURES = (
     ),
     _Failure((jax.errors.TracerBoolConversionError,), "", "tensor-condition", _DECISION_PROBLEM, _DECISION_REMEDY),
     _Failure(
-        (jax.errors.ConcretizationTypeError,), "shape bool[]", "tensor-condition", _DECISION_PROBLEM, _DECISION_REMEDY
+        (jax.errors.ConcretizationTypeError,),
+        r"shape bool\[\]",
+        "tensor-condition",
+        _DECISION_PROBLEM,
+        _DECISION_REMEDY,
     ),
     _Failure(
         (
@@ -75,7 +80,7 @@ _FAILURES = (
     _Failure((jax.errors.UnexpectedTracerError,), "", "kept-tensor", _KEPT_TENSOR_PROBLEM, _KEPT_TENSOR_REMEDY),
     _Failure(
         (AssertionError, RuntimeError),
-        "not compiled with CUDA",
+        "not compiled with CUDA|Found no NVIDIA driver",  # torch's CPU build, and one with CUDA
         "cuda",
         "torch.cuda was started",
         "there is no NVIDIA GPU for it; put the call behind `if torch.cuda.is_available()`",
@@ -104,7 +109,7 @@ def model_code_errors() -> Iterator[None]:
         ) from error
     except Exception as error:
         for failure in _FAILURES:
-            if isinstance(error, failure.types) and failure.message_part in str(error):
+            if isinstance(error, failure.types) and re.search(failure.message_part, str(error)):
                 text = f"{failure.problem}{raising_line(error)}: {failure.remedy}{see(failure.section)}"
                 raise TraceError(text) from error
         raise
@@ -122,7 +127,8 @@ def free_failed_trace(arguments: Any) -> Iterator[None]:
     except BaseException:
         traced: Any = next((leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.core.Tracer)), None)
         if traced is not None:
-            traced._trace.invalidate()
+            with contextlib.suppress(AttributeError, TypeError):  # in a JAX with other names it is not freed
+                traced._trace.invalidate()
         raise
 
 

@@ -28,14 +28,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 from typing import Any
 
 from comfy_tpu.cli.findings import finding_lines, printable, verdict
 from comfy_tpu.cli.hosts import add_hosts
-from comfy_tpu.cli.options import path_parser
-from comfy_tpu.diagnosis import Report, examine
+from comfy_tpu.cli.options import add_ignored_keys, path_parser
+from comfy_tpu.diagnosis import Report, examine, facts
 from comfy_tpu.diagnosis.hosts import join_reports, summarize_host
 from comfy_tpu.parallel import hosts
 
@@ -47,12 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="also look at a model: its files, whether it fits, how its weights would be split; no weight is read",
     )
+    add_ignored_keys(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     add_hosts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    report = examine(model=arguments.model)
+    look_at_model = functools.partial(facts.model, ignored_keys=arguments.ignore_config_key)
+    report = examine(model=arguments.model, look_at_model=look_at_model)
     if names := hosts.host_names():
         summaries = hosts.gather(summarize_host(report))
         if not hosts.is_first_host():

@@ -38,7 +38,7 @@ from typing import Any
 
 from comfy_tpu.cli.findings import printable
 from comfy_tpu.cli.schedule_report import schedule_document, schedule_lines
-from comfy_tpu.distribution import find_page
+from comfy_tpu.distribution import find_page, install_command
 from comfy_tpu.parallel.layouts import fits
 from comfy_tpu.parallel.traffic import crosses_slices, transfer_seconds
 from comfy_tpu.parallel.workload import Workload
@@ -332,7 +332,7 @@ def _uncompiled_reason(plan: Plan) -> str:
     if not plan.compiler_wanted:
         return "--no-compile"
     if platform.machine().lower() in ("x86_64", "amd64"):
-        return "libtpu is not installed: pip install 'comfy-tpu[tpu]'"
+        return f"libtpu is not installed: {install_command('tpu')}"
     return "libtpu is for x86_64 only: --export here and --from on such a machine"
 
 

@@ -48,7 +48,7 @@ def check_python(python: Python, tested: Sequence[str] = ()) -> Finding:
     detail = f"{python.version} ({python.executable}){describe_newer(_minor(python.version), [*map(_minor, tested)])}"
     if SpecifierSet(python.required).contains(python.version, prereleases=True):
         return Finding("python", "ok", detail)
-    fix = f"install Python {python.required} and comfy-tpu with it"
+    fix = "let uv bring a newer one, and install comfy-tpu there: uv venv --seed --python 3.12"
     return Finding("python", "blocked", f"{detail}; needs {python.required}", fix)
 
 
@@ -97,8 +97,10 @@ def check_tracing(devices: Devices, versions: Mapping[str, str | None]) -> Findi
     return Finding("tracing", "blocked", f"{together} do not work together: {devices.tracing}", fix)
 
 
-def check_torch_extension(name: str, found: TorchExtension, versions: Mapping[str, str | None]) -> Finding | None:
-    torch = versions.get("torch")
+def check_torch_extension(
+    name: str, extensions: Mapping[str, TorchExtension], versions: Mapping[str, str | None]
+) -> Finding | None:
+    torch, found = versions.get("torch"), extensions[name]
     if found.version is None or torch is None:
         return None  # it is not required; a missing torch has its own finding
     together = f"torch {torch} and {name} {found.version}"
@@ -107,12 +109,14 @@ def check_torch_extension(name: str, found: TorchExtension, versions: Mapping[st
     detail = f"{together} do not import together: {found.error}"
     if index := repairs.torch_index(torch):
         detail += f" ({name} for this build of torch: {index})"
-    return Finding(name, "blocked", detail, repairs.replace_torch_extension(name, torch))
+    *_, last = (each for each, extension in extensions.items() if extension.error)
+    # One command for all: torchaudio's takes a torchvision along.
+    return Finding(name, "blocked", detail, repairs.replace_torch_extension(last, torch))
 
 
-def check_demo_models(devices: Devices) -> Finding | None:
-    if not devices.demo_models:
-        return None  # nothing was tried
+def check_demo_models(devices: Devices, extensions: Mapping[str, TorchExtension]) -> Finding | None:
+    if not devices.demo_models or any(extension.error for extension in extensions.values()):
+        return None  # nothing was tried, or it cannot work before what has a finding of its own does
     errors = [error.partition(";")[0] for error in devices.demo_models.values() if error is not None]
     if not errors:
         return Finding("demo models", "ok", ", ".join(devices.demo_models))

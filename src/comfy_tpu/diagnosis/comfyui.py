@@ -16,8 +16,9 @@ from comfy_tpu.diagnosis.checks import Finding
 from comfy_tpu.distribution import install_command
 from comfy_tpu.errors import join_names
 
-# ComfyUI starts without it, less its audio nodes. No command is suggested: PyPI's may not import beside this torch.
-_OPTIONAL_PACKAGE = "torchaudio"
+_SOUND = "torchaudio"
+_IMPORTS_SOUND = "comfy/ldm/lightricks/vae/audio_vae.py"
+"""A file of each ComfyUI that does not start without torchaudio; an older one starts, less its audio nodes."""
 
 
 def own_environment(directory: Path) -> Path | None:
@@ -37,7 +38,7 @@ class ComfyUIProbes:
 
 def examine_comfyui(directory: Path, probes: ComfyUIProbes | None = None) -> tuple[Finding, ...]:
     probes = probes or ComfyUIProbes()
-    essential, others = _requirements(directory / "requirements.txt")
+    essential, others = _requirements(directory)
     versions = probes.versions({requirement.name for requirement in (*essential, *others)})
     return (
         _check_environment(probes.environment(directory), probes.prefix()),
@@ -49,7 +50,7 @@ def _check_environment(own: Path | None, prefix: Path) -> Finding:
     if own is None or own.resolve() == prefix.resolve():
         return Finding("environment", "ok", str(prefix))
     detail = f"ComfyUI has an environment of its own, {own}; this is {prefix}"
-    there = install_command(own / "bin" / "python")
+    there = install_command(python=own / "bin" / "python")
     fix = f"install comfy-tpu there: {there}, or start ComfyUI with {shlex.quote(sys.executable)}"
     return Finding("environment", "warning", detail, fix)
 
@@ -63,6 +64,8 @@ def _check_packages(
     fix = repairs.install_requirements(directory / "requirements.txt", versions)
     name = "its packages"
     if missing := [requirement.name for requirement in essential if versions.get(requirement.name) is None]:
+        if missing == [_SOUND]:
+            fix = repairs.replace_torch_extension(_SOUND, versions["torch"] or "")
         return Finding(name, "blocked", f"ComfyUI needs {join_names(missing)}, not installed here", fix)
     unmet = {
         requirement.name: f"{requirement} (here: {versions.get(requirement.name) or 'none'})"
@@ -70,15 +73,17 @@ def _check_packages(
         if not requirement.specifier.contains(versions.get(requirement.name) or "0", prereleases=True)
         or versions.get(requirement.name) is None
     }
-    if list(unmet) == [_OPTIONAL_PACKAGE]:
-        return Finding(name, "warning", f"ComfyUI asks for {unmet[_OPTIONAL_PACKAGE]}, which only its audio nodes need")
+    if list(unmet) == [_SOUND]:
+        return Finding(name, "warning", f"ComfyUI asks for {unmet[_SOUND]}, which only its audio nodes need")
     if unmet:
         return Finding(name, "warning", f"ComfyUI asks for {join_names(unmet.values())}", fix)
     return Finding(name, "ok", f"all {len(essential) + len(others)} of ComfyUI's requirements.txt")
 
 
-def _requirements(file: Path) -> tuple[list[Requirement], list[Requirement]]:
+def _requirements(directory: Path) -> tuple[list[Requirement], list[Requirement]]:
     """The requirements without which ComfyUI does not start, and the others."""
+    file = directory / "requirements.txt"
+    needs_sound = (directory / _IMPORTS_SOUND).is_file()
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     essential: list[Requirement] = []
     others: list[Requirement] = []
@@ -92,5 +97,6 @@ def _requirements(file: Path) -> tuple[list[Requirement], list[Requirement]]:
         except InvalidRequirement:  # an empty line, or an option of pip
             continue
         if requirement.marker is None or requirement.marker.evaluate():
-            (others if requirement.name == _OPTIONAL_PACKAGE else kind).append(requirement)
+            is_optional = requirement.name == _SOUND and not needs_sound
+            (others if is_optional else kind).append(requirement)
     return essential, others

@@ -102,9 +102,9 @@ def examine(
     findings.judge("devices", checks.check_devices, devices, versions)
     findings.judge("tracing", checks.check_tracing, devices, versions)
     torch_extensions = findings.attempt("torch extensions", probes.torch_extensions)
-    for name, extension in (torch_extensions or {}).items():
-        findings.judge(name, checks.check_torch_extension, name, extension, versions)
-    findings.judge("demo models", checks.check_demo_models, devices)
+    for name in torch_extensions or ():
+        findings.judge(name, checks.check_torch_extension, name, torch_extensions, versions)
+    findings.judge("demo models", checks.check_demo_models, devices, torch_extensions or {})
     findings.judge("tpu", checks.check_tpu, hardware, devices, versions)
     findings.judge("gpu", checks.check_nvidia, hardware, devices, versions)
 

@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,7 @@ def devices(timeout_s: float = DEVICE_TIMEOUT_S) -> Devices:
     )
 
 
-def model(name: str, found: Devices, memory: HostMemory | None) -> ModelFacts:
+def model(name: str, found: Devices, memory: HostMemory | None, *, ignored_keys: Sequence[str] = ()) -> ModelFacts:
     """In a process of its own, which starts the CPU only: libraries may fail in any way while a model is built."""
     count = len(found.devices)
     memory_bytes = found.devices[0].memory_bytes if count else None
@@ -187,6 +187,7 @@ def model(name: str, found: Devices, memory: HostMemory | None) -> ModelFacts:
         "kind": found.devices[0].kind if count else "",
         "device_count": count,
         "memory_bytes": memory_bytes,
+        "ignored_keys": list(ignored_keys),
     }
     command = [sys.executable, "-P", "-m", "comfy_tpu.diagnosis.model_probe"]
     done = subprocess.run(

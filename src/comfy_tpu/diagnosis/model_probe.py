@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,23 @@ from comfy_tpu.pipeline.step_work import count_step
 
 
 def probe(
-    model: str, *, platform: str | None, kind: str, device_count: int, memory_bytes: int | None
+    model: str,
+    *,
+    platform: str | None,
+    kind: str,
+    device_count: int,
+    memory_bytes: int | None,
+    ignored_keys: Collection[str] = (),
 ) -> dict[str, Any]:
-    """`platform`, `kind`, `device_count` and `memory_bytes` of the devices; a platform of None: they did not start."""
+    """`platform`, `kind`, `device_count` and `memory_bytes` of the devices; a platform of None: they did not start.
+    `ignored_keys`: see `RuntimeConfig.ignored_config_keys`."""
     found: dict[str, Any] = {"name": model, "family": None, "directory": None, "error": None, "incomplete": None}
     found |= {"size": None, "mesh": None, "components": [], "needed_bytes": None, "usable_bytes": None}
     devices = {"platform": platform, "kind": kind, "device_count": device_count, "memory_bytes": memory_bytes}
     try:
         directory = find_local(model)
         if directory is not None:
-            _examine_files(found, model, directory, devices)
+            _examine_files(found, model, directory, devices, ignored_keys)
         else:
             _examine_published(found, model, devices)
     except (ComfyTpuError, OSError) as error:
@@ -42,13 +49,15 @@ def probe(
     return found
 
 
-def _examine_files(found: dict[str, Any], model: str, directory: Path, devices: Mapping[str, Any]) -> None:
+def _examine_files(
+    found: dict[str, Any], model: str, directory: Path, devices: Mapping[str, Any], ignored_keys: Collection[str]
+) -> None:
     found["directory"] = str(directory)
     try:
-        files = ModelFiles.open(directory, name=model)
+        files = ModelFiles.open(directory, name=model, ignored_keys=ignored_keys)
     except ComfyTpuError as error:
         found["incomplete"] = str(error)
-        files = ModelFiles.open(directory, name=model, to_run=False)
+        files = ModelFiles.open(directory, name=model, to_run=False, ignored_keys=ignored_keys)
     family = files.family
     found["family"] = family.card.name
     configs = {spec.name: files.config(spec) for spec in family.components}
@@ -77,12 +86,13 @@ def _examine_published(found: dict[str, Any], model: str, devices: Mapping[str, 
         return
     hub_id, card = published
     family, config = load_family(card.name), dict(card.published[hub_id])
+    defaults = card.defaults_of(hub_id)
     found["family"] = card.name
 
     def workload() -> Workload:
-        return count_step(family, config, card.defaults, family.vae.latent_channels({}))
+        return count_step(family, config, defaults, family.vae.latent_channels({}))
 
-    _examine_components(found, family, {family.transformer.name: config}, card.defaults, workload, devices)
+    _examine_components(found, family, {family.transformer.name: config}, defaults, workload, devices)
 
 
 def _examine_components(

@@ -19,6 +19,7 @@ TORCH_INDEX = "https://download.pytorch.org/whl"
 """Has a folder for each build of torch, by the label in its version: cpu in 2.13.0+cpu."""
 _TORCH_LABEL = re.compile(r"cpu|xpu|cu\d+|rocm[\d.]+")
 
+_WITH_SOUND = ("torch==2.13.0", "torchvision==0.28.0", "torchaudio==2.11.0")
 _TRACING = ("torch", "jax", "torchax")
 """torchax depends on internals of torch and of jax."""
 
@@ -37,11 +38,14 @@ def replace_torch_extension(name: str, torch: str) -> str:
     Tried with torch 2.15.0 of PyPI beside torchvision 0.26.0, and with torch 2.13.0+cpu beside torchvision 0.28.0 of
     PyPI, where all requirements are met and `pip install torchvision` finds nothing to do.
 
-    torchaudio is removed: PyPI's newest, 2.11.0, names no torch that it needs and does not import beside torch 2.15.0.
-    Nothing here needs it, and ComfyUI starts without it.
+    For torchaudio, the versions that import together: PyPI's newest, 2.11.0, names no torch that it needs. It imports
+    beside PyPI's torch 2.11.0 to 2.14.1 (CUDA 13.0), and neither beside 2.15.0 (CUDA 13.2) nor beside 2.13.0+cpu.
     """
     if name == "torchaudio":
-        return pip_command("uninstall", "-y", name)
+        index = torch_index(torch)
+        if index is not None:
+            return reinstall([name], _WITH_SOUND[-1], "--index-url", index)
+        return reinstall(["torch", "torchvision", name], *_WITH_SOUND)
     if "+" in torch:
         return reinstall(["torch", "torchvision"], "torch", "torchvision")
     return reinstall(["torchvision"], f"torch=={torch}", "torchvision")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from comfy_tpu.config import AttentionConfig, AttentionImplementation, MeshSizes, Platform, SequenceParallel
+from comfy_tpu.distribution import install_command
 from comfy_tpu.errors import InvalidValueError, MeshError, UnsupportedError
 from comfy_tpu.kernels import cudnn, hopper
 from comfy_tpu.kernels.masking import FULL, Band
@@ -151,7 +152,9 @@ def hopper_refusal(call: Call, platform: Platform, chip: str, sharded: Strategy 
     if platform != "gpu" or chip.lower() not in _HOPPER:
         return f"it runs on {', '.join(_HOPPER)} and the placement is {chip}; choose auto or cudnn"
     if not hopper.is_installed():
-        return "Pallas for GPUs needs JAX's CUDA plugin and absl-py; install comfy-tpu[cuda], or choose auto or cudnn"
+        return (
+            f"Pallas for GPUs needs JAX's CUDA plugin and absl-py: {install_command('cuda')}; or choose auto or cudnn"
+        )
     if jnp.dtype(call.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         return f"dtype is {jnp.dtype(call.dtype)}; expected bfloat16 or float16"
     if call.head_dim != call.value_dim or call.head_dim not in (64, 128):

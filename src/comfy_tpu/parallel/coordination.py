@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -80,8 +81,10 @@ def delay_abort() -> None:
     """Lets abort() in this process wait for 6 seconds, in which a sentence can still be printed.
 
     Where the first process and the service end together, as in a container. The handler is libc's `sleep`, which gets
-    the number of the signal, 6, for its argument.
+    the number of the signal, 6, for its argument. A handler that is there already, such as faulthandler's, stays.
     """
     libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
-    libc.signal(6, ctypes.cast(libc.sleep, ctypes.c_void_p))
+    before = libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+    if before is not None:  # SIG_DFL is 0
+        libc.signal(signal.SIGABRT, before)

@@ -142,9 +142,9 @@ def find_address(config: HostsConfig) -> Address:
 
 def _detect(count: int | None, number: int | None, seconds: float) -> tuple[str | None, int | None, int | None]:
     """What JAX knows of the cluster that this process was started in."""
-    from jax._src import clusters  # jax.distributed.initialize asks it too, and does not tell
-
     try:
+        from jax._src import clusters  # jax.distributed.initialize asks it too, and does not tell
+
         found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
             None, count, number, None, None, max(1, int(seconds))
         )

@@ -18,6 +18,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from comfy_tpu.config import MESH_AXES, MeshSizes, Platform
+from comfy_tpu.distribution import install_command
 from comfy_tpu.errors import MeshError
 from comfy_tpu.parallel.chips import find_slice
 from comfy_tpu.parallel.host_meshes import arrange_over_networks, check_hosts, group_by_network
@@ -81,7 +82,7 @@ def find_devices(platform: str = "auto", *, root: Path = ROOT) -> list[jax.Devic
                 raise MeshError(f"the TPU cannot be used: {use[0]}; {use[1]}") from error
             raise MeshError(
                 f"platform {platform!r} was asked for but jax could not start it ({error}); install its jax plugin "
-                f"(`pip install 'comfy-tpu[{'cuda' if platform == 'gpu' else 'tpu'}]'`), look at JAX_PLATFORMS, "
+                f"(`{install_command('cuda' if platform == 'gpu' else 'tpu')}`), look at JAX_PLATFORMS, "
                 "or choose platform 'auto'",
                 field="platform",
             ) from error

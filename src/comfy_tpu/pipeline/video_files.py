@@ -433,11 +433,11 @@ _TURNS: dict[_Matrix, Image.Transpose] = {
 
 
 def _display_matrix(frame: Any) -> _Matrix:
-    for data in frame.side_data:  # PyAV before 14.1 knows no `rotation`, and none knows mirrored pictures
-        if getattr(data.type, "name", "") == "DISPLAYMATRIX":
-            a, b, _, c, d, *_ = (value / 65536 for value in struct.unpack("=9i", bytes(data)[:36]))
-            return a, b, c, d
-    return _UPRIGHT
+    data = frame.side_data.get("DISPLAYMATRIX")  # PyAV before 14.1 lacks `rotation`, and no version reports mirroring
+    if data is None:
+        return _UPRIGHT
+    a, b, _, c, d, *_ = (value / 65536 for value in struct.unpack("=9i", bytes(data)[:36]))
+    return a, b, c, d
 
 
 def _turn(image: Image.Image, matrix: _Matrix, path: Path, field: str) -> Image.Image:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import comfy_tpu
 from comfy_tpu.config import MeshSizes
+from comfy_tpu.distribution import install_command
 from comfy_tpu.errors import ComfyTpuError, UnsupportedError
 from comfy_tpu.parallel.chips import Slice
 from comfy_tpu.parallel.traffic import UNEXPLAINED, Traffic
@@ -97,7 +98,7 @@ def compile_exported(serialized: bytes, slice_: Slice, sizes: MeshSizes) -> tupl
     """
     if not has_tpu_compiler():
         raise CompilationError(
-            "libtpu, the TPU's compiler, is not installed; pip install 'comfy-tpu[tpu]' on Linux with x86_64"
+            f"libtpu, the TPU's compiler, is not installed; on Linux with x86_64: {install_command('tpu')}"
         )
     with _run_worker(serialized, slice_, sizes, "compile", schedule=True) as directory:
         text = (directory / "program.hlo").read_text(encoding="utf-8")

@@ -25,6 +25,7 @@ _CALLS = re.compile(
     r"\b(?:calls|to_apply|body|condition|(?:branch|true|false|called)_computations?)=\{?(%[\w.\-]+(?:, ?%[\w.\-]+)*)"
 )
 _NAME = re.compile(r"%([\w.\-]+)")
+_ELEMENT = re.compile(r"%([\w.\-]+)#(\d+)")
 # What may hold a collective: one that the SparseCores run is a call of a computation of theirs.
 _CALLERS = ("async-start", "custom-call-start", "fusion")
 _DEVICES_MAX = 2**20
@@ -79,6 +80,7 @@ class Instruction:
 class Module:
     def __init__(self, text: str) -> None:
         self._instructions: dict[str, list[Instruction]] = defaultdict(list)
+        self._by_name: dict[tuple[str, str], Instruction] = {}
         self._entry = ""
         self._read(text)
 
@@ -88,9 +90,8 @@ class Module:
         def finish() -> None:
             match = _INSTRUCTION.match(pending)
             if match and (operation := _OPERATION.match(match[3])):
-                self._instructions[computation].append(
-                    Instruction(match[2], operation[1], operation[2], match[3], computation, bool(match[1]))
-                )
+                text = self._expand_elements(computation, match[3])
+                self._append(Instruction(match[2], operation[1], operation[2], text, computation, bool(match[1])))
 
         for line in text.splitlines():
             if header := _COMPUTATION.match(line):
@@ -108,6 +109,24 @@ class Module:
                 "the compiler's text has no entry computation; this version of XLA prints another form"
             )
 
+    def _append(self, instruction: Instruction) -> None:
+        self._instructions[instruction.computation].append(instruction)
+        self._by_name[instruction.computation, instruction.name] = instruction
+
+    def _expand_elements(self, computation: str, text: str) -> str:
+        """Restores the get-tuple-element instructions, which XLA prints as `%tuple#3` in their users since jax 0.11."""
+        while element := _ELEMENT.search(text):
+            name, index = f"{element[1]}.element.{element[2]}", int(element[2])
+            if (computation, name) not in self._by_name:
+                source = self._by_name.get((computation, element[1]))
+                types = _tuple_types(source.result) if source else []
+                if index >= len(types):
+                    raise UnsupportedError(f"the compiler's text names {element[0]}, which is not in {computation}")
+                call = f"{types[index]} get-tuple-element(%{element[1]}), index={index}"
+                self._append(Instruction(name, types[index], "get-tuple-element", call, computation, False))
+            text = re.sub(rf"{re.escape(element[0])}(?!\d)", f"%{name}", text)
+        return text
+
     @property
     def entry(self) -> str:
         return self._entry
@@ -119,10 +138,6 @@ class Module:
     def operands(self, instruction: Instruction) -> list[Instruction | None]:
         """The instructions that made the operands; None for one that is not in the same computation."""
         return [self._by_name.get((instruction.computation, name)) for name in instruction.operand_names]
-
-    @functools.cached_property
-    def _by_name(self) -> dict[tuple[str, str], Instruction]:
-        return {(instruction.computation, instruction.name): instruction for instruction in self.instructions()}
 
     @functools.cached_property
     def times(self) -> dict[str, int]:
@@ -286,10 +301,9 @@ class Module:
         return {shape for instruction in self.instructions() for _, shape in _shapes(instruction.result)}
 
     def _shape_of(self, computation: str, name: str) -> tuple[int, ...]:
-        for instruction in self._instructions[computation]:
-            if instruction.name == name:
-                return _shapes(instruction.result)[0][1]
-        raise UnsupportedError(f"the compiler's text names {name}, which is not in {computation}")
+        if (instruction := self._by_name.get((computation, name))) is None:
+            raise UnsupportedError(f"the compiler's text names {name}, which is not in {computation}")
+        return _shapes(instruction.result)[0][1]
 
     def called_computations(self, instruction: Instruction) -> list[str]:
         names = [name.strip().lstrip("%") for group in _CALLS.findall(instruction.text) for name in group.split(",")]
@@ -327,6 +341,18 @@ def _known_form(what: str) -> Iterator[None]:
             f"the compiler's text has {what} that cannot be counted ({type(error).__name__}: {error}); this version of "
             "XLA prints another form"
         ) from error
+
+
+def _tuple_types(text: str) -> list[str]:
+    """The types of a tuple's elements."""
+    types, depth = [""], 0
+    for character in re.sub(r"/\*.*?\*/", "", text)[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and not depth:
+            types.append("")
+        else:
+            types[-1] += character
+    return [each.strip() for each in types]
 
 
 def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:

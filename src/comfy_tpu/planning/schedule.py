@@ -165,7 +165,7 @@ def kernel_cycles(schedule: ProgramSchedule, slice_: Slice) -> float:
 
     The compiler for v5e and v5p sends rows faster than the units take them, and the hardware waits.
     """
-    units = schedule.capacity.get("MATMUL", 1)
+    units = schedule.capacity["MATMUL"]
     return max(schedule.cycles, schedule.matmuls * slice_.chip.matmul_cycles / units)
 
 

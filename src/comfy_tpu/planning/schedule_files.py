@@ -29,8 +29,12 @@ _JUNCTION = re.compile(r"%(p\w+) = p(?:and|nand|or) (?:\(!?%\w+\), )?%(p\w+), %(
 _ADDITION = re.compile(r"%(s\w+) = sadd\.s32 (\d+), %(s\w+)")
 _STAGE = re.compile(r"stage = (\d+)")
 _DIMENSION = re.compile(r"iter bound = (\d+)")
-_WRAP = re.compile(r"smov\.u32 \(%(p\w+), %\w+\), 0 /\*[^*]*?iter bound = (\d+)")
-_INDEX = re.compile(r"%(s\w+) = (?:sphi|sld|smov\.u32) [^/;\n]*/\*([^*]*)\*/")
+# The next index of a dimension, which starts again at its size. Before libtpu 0.0.51 a move has no type.
+_WRAP = re.compile(r"%(s\w+) = smov(?:\.u32)? \(%(p\w+), %(s\w+)\), 0\b")
+_INDEX = re.compile(r"%(s\w+) = (?:sphi|sld|smov(?:\.u32)?) [^/;\n]*/\*([^*]*)\*/")
+_SELECTION = re.compile(r"%(s\w+) = smov(?:\.u32)? \(!%p\w+, %s\w+\), %(s\w+)")
+_SPILL = re.compile(r"sst \[smem:\[(#\w+)_spill\]\] %(s\w+)")
+_FILL = re.compile(r"%(s\w+) = sld \[smem:\[(#\w+)_spill\]\]")
 # A branch takes effect after four more bundles: where one skips a region, the region begins behind them.
 _DELAY = 4
 # Smaller ones are transfers that are started or awaited, in nearly every iteration.
@@ -45,6 +49,15 @@ _COMPARE = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
+}
+
+
+# By one name in all versions: libtpu before 0.0.51 counts the rows through the matrix units as MXU, and their pushes
+# not at all.
+_UNITS = {
+    **{unit: unit for unit in ("MATMUL", "MATPUSH", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VSTORE", "SALU")},
+    **{unit: unit for unit in ("VLOAD:FILL", "VSTORE:SPILL")},
+    "MXU": "MATMUL",
 }
 
 
@@ -251,6 +264,16 @@ def parse_utilization(text: str) -> Utilization:
             rows.append([int(word) for word in line.split()])
     if not units or len(units) != len(capacity) or any(len(row) != len(units) for row in rows) or min(capacity) < 1:
         raise ScheduleError("libtpu writes the slots of a schedule in a form that is not known")
+    if unknown := [unit for unit in units if unit not in _UNITS]:
+        raise ScheduleError(
+            f"the schedule counts the slots of unknown units: {', '.join(unknown)}; expected {', '.join(_UNITS)}; this "
+            "version of libtpu writes another form"
+        )
+    units = [_UNITS[unit] for unit in units]
+    if "MATMUL" not in units:
+        raise ScheduleError(
+            "libtpu writes the slots of a schedule in a form that is not known: none of the matrix units"
+        )
     return Utilization(tuple(units), tuple(capacity), np.array(rows, dtype=np.int64).reshape(-1, len(units)))
 
 
@@ -284,22 +307,34 @@ class _Listing:
         self._comparisons: dict[str, _Comparison] = {found[0]: found[1:] for found in _COMPARISON.findall(whole)}
         self._junctions: dict[str, tuple[str, str]] = {found[0]: found[1:] for found in _JUNCTION.findall(whole)}
         self._sums = {name: (int(constant), other) for name, constant, other in _ADDITION.findall(whole)}
-        # The dimension of the grid that a register counts, and the size of each dimension.
-        self._dimensions = {
-            register: int(found[1])
-            for register, comment in _INDEX.findall(whole)
-            if (found := _DIMENSION.search(comment))
-        }
-        self._sizes = {
-            int(dimension): int(self._comparisons[predicate][2])
-            for predicate, dimension in _WRAP.findall(whole)
-            if predicate in self._comparisons and self._comparisons[predicate][2].isdigit()
-        }
+        self._dimensions, self._sizes = self._read_grid(whole)
         self.regions, self._branches = self._find_regions()
 
     @property
     def bundles(self) -> int:
         return len(self._lines)
+
+    def _read_grid(self, text: str) -> tuple[dict[str, int], dict[int, int]]:
+        """The dimension of the grid that a register counts, and the size of each dimension."""
+        dimensions = {
+            register: int(found[1])
+            for register, comment in _INDEX.findall(text)
+            if (found := _DIMENSION.search(comment))
+        }
+        # libtpu 0.0.42 leaves the comment away where a spilled register is loaded again.
+        spilled = {slot: dimensions[register] for slot, register in _SPILL.findall(text) if register in dimensions}
+        for register, slot in _FILL.findall(text):
+            if slot in spilled:
+                dimensions.setdefault(register, spilled[slot])
+        selections = dict(_SELECTION.findall(text))
+        sizes = {}
+        for index, predicate, following in _WRAP.findall(text):
+            _, _, size = self._comparisons.get(predicate, ("", "", ""))
+            base = selections.get(following) or self._sums.get(following, (1, ""))[1]
+            dimension = dimensions.get(index, dimensions.get(base))
+            if dimension is not None and size.isdigit():
+                sizes[dimension] = int(size)
+        return dimensions, sizes
 
     def _find_regions(self) -> tuple[dict[int, tuple[int, int]], list[_Branch]]:
         regions: dict[int, tuple[int, int]] = {}
