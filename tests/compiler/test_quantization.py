@@ -1,7 +1,9 @@
 """8-bit weights: made while a checkpoint is read, and close to what they stand for."""
 
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,6 +44,18 @@ def test_a_layer(kind):
     # A bias of 1 rounds products of a millionth away: it is looked at alone.
     with_bias = np.asarray(quantized_linear(*arrays[:1], packed, *arrays[1:], platform="cpu"))
     assert (np.abs(with_bias - (out + bias.numpy())) <= 1e-6 * (np.abs(out) + np.abs(bias.numpy()))).all()
+
+
+@every_kind
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_a_product_does_not_run_at_the_precision_of_the_trace_scope(kind, platform):
+    small = jax.ShapeDtypeStruct((8, 16), jnp.float8_e4m3fn if kind == "fp8" else jnp.int8)
+    with jax.default_matmul_precision("highest"):
+        traced = jax.make_jaxpr(functools.partial(quantized_linear, platform=platform), static_argnums=3)(
+            jax.ShapeDtypeStruct((4, 16), jnp.bfloat16), small, jax.ShapeDtypeStruct((8,), jnp.float32), None
+        )
+    (product,) = (equation for equation in traced.eqns if equation.primitive.name == "dot_general")
+    assert product.params["precision"] == (jax.lax.Precision.DEFAULT,) * 2
 
 
 @every_kind
