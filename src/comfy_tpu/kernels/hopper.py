@@ -1,12 +1,9 @@
 """NVIDIA Hopper: flash attention in Pallas (Mosaic GPU), for long sequences that see every key, or the first ones.
 
-The plan is FlashAttention-3's. A block of threads owns some query rows. One warpgroup fetches keys and values into a
-ring in shared memory; two others compute, each on its own rows, and take turns: while one is at the softmax, the other
-has the tensor cores.
-
-JAX has such a kernel (jax.experimental.pallas.ops.gpu.attention_mgpu), for float16 in effect (its buffers are, whatever
-the inputs), lengths that divide by its tiles, and scores that are scaled before. This one takes bfloat16, any length,
-also one that only the device knows, and a scale.
+The algorithm is FlashAttention-3 (Shah et al., 2024). A block of threads owns some query rows. One warpgroup requests
+tiles of keys and values (`_Ring`). Two others compute, each on its own rows, and alternate (`_Turns`): one uses the
+tensor cores while the other is at the softmax. docs/design.md says what else the kernel owes to whom, and why the
+kernel that JAX ships does not do.
 """
 
 from __future__ import annotations
@@ -16,7 +13,8 @@ import functools
 import importlib
 import importlib.util
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,8 +87,7 @@ def hopper_attention(
     flag = is_small.astype(jnp.int32).reshape(1)
     if lengths is not None:
         lengths = jnp.clip(lengths, 0, keys).astype(jnp.int32)
-    options = {"keys": keys, "scale": scale, "tile": tile, "may_be_small": may_be_small, "queries_end": queries_end}
-    out = _attention(flag, q, k, v, lengths, scales, **options)
+    out = _attention(flag, q, k, v, lengths, scales, _Plan(keys, scale, tile, may_be_small, queries_end))
     return out[:, :queries].swapaxes(1, 2)
 
 
@@ -109,45 +106,44 @@ def _pad_rows(array: Array) -> Array:
     return jnp.pad(array, ((0, 0), (0, fill), (0, 0), (0, 0))) if fill else array
 
 
-@functools.partial(jax.jit, static_argnames=("keys", "scale", "tile", "may_be_small", "queries_end"))
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is known of a call when its kernel is built."""
+
+    keys: int
+    scale: float
+    """The factor of scores as base-2 exponents."""
+    tile: Tile
+    may_be_small: bool
+    """Whether the kernel reads `is_small`. If not, it tracks the running maximum."""
+    queries_end: bool
+
+    @property
+    def stages(self) -> int:
+        return min(self.tile.stages, -(-self.keys // self.tile.keys))
+
+
+@functools.partial(jax.jit, static_argnames=("plan",))
 def _attention(
-    is_small: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    lengths: Array | None,
-    scales: tuple[Array, ...],
-    *,
-    keys: int,
-    scale: float,
-    tile: Tile,
-    may_be_small: bool,
-    queries_end: bool,
+    is_small: Array, q: Array, k: Array, v: Array, lengths: Array | None, scales: tuple[Array, ...], plan: _Plan
 ) -> Array:
-    """Attention over arrays [B, L, H, D]. `scale` is that of base-2 exponents. `lengths`: between 0 and `keys`.
+    """Attention over arrays [B, L, H, D]. `lengths`: between 0 and `plan.keys`.
+
     `scales`: of queries and keys in 8 bits, [B, H, tiles] each. `is_small`, one number: whether scores are so small
-    that they need no running maximum, which the kernel asks for itself (`lax.cond` would have the host wait for the
-    answer, and the device for the host, in every layer). `may_be_small`: whether it asks at all.
+    that they need no running maximum. The kernel reads it itself: with `lax.cond` the device would wait for the host in
+    every layer.
     """
     pl, plgpu = _pallas()
     batch, queries, heads, dim = q.shape
     kernel = plgpu.kernel(
-        functools.partial(
-            _kernel,
-            keys=keys,
-            scale=scale,
-            tile=tile,
-            may_be_small=may_be_small,
-            has_lengths=lengths is not None,
-            queries_end=queries_end,
-        ),
+        functools.partial(_kernel, plan=plan, has_lengths=lengths is not None),
         out_type=jax.ShapeDtypeStruct(q.shape, v.dtype),
         # Heads first: 601 TFLOP/s where rows first, with all blocks after the same keys at the same time, has 490.
-        grid=(heads, pl.cdiv(queries, COMPUTE_WARPGROUPS * tile.queries), batch),
+        grid=(heads, pl.cdiv(queries, COMPUTE_WARPGROUPS * plan.tile.queries), batch),
         grid_names=("head", "rows", "batch"),
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
-        scratch_types=_scratch(plgpu, dim, q.dtype, v.dtype, tile),
+        scratch_types=_scratch(plgpu, dim, q.dtype, v.dtype, plan.tile),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     return kernel(is_small, q, k, v, *(() if lengths is None else (lengths,)), *scales)
@@ -190,6 +186,178 @@ def _scratch(plgpu: Any, dim: int, dtype: Any, value_dtype: Any, tile: Tile) -> 
     }
 
 
+class _Ring(NamedTuple):
+    """Keys, or values, on their way through shared memory: tile n passes through slot n modulo the number of slots."""
+
+    rows: Callable[[Any], Any]
+    """The number of a tile -> its rows in global memory."""
+    tiles: Any
+    ready: Any
+    free: Any
+
+    def request(self, number: Any, slot: Any) -> None:
+        _pallas()[1].copy_gmem_to_smem(self.rows(number), self.tiles.at[slot], self.ready.at[slot])
+
+    def await_tile(self, slot: Any) -> None:
+        _pallas()[1].barrier_wait(self.ready.at[slot])
+
+    def release(self, slot: Any) -> None:
+        _pallas()[1].barrier_arrive(self.free.at[slot])
+
+    def await_release(self, slot: Any) -> None:
+        _pallas()[1].barrier_wait(self.free.at[slot])
+
+
+class _Turns(NamedTuple):
+    """The computing warpgroups meet twice a tile, and whoever was at the softmax has the tensor cores next.
+
+    One of them meets once more at its start, and the other at its end. That puts them half a tile apart.
+    """
+
+    barrier: Any
+
+    def meet(self, before_waiting: Callable[[], None] | None = None) -> None:
+        _, plgpu = _pallas()
+        plgpu.barrier_arrive(self.barrier)
+        if before_waiting is not None:
+            before_waiting()
+        plgpu.barrier_wait(self.barrier)
+
+
+class _Softmax(NamedTuple):
+    """What some query rows know after the keys so far."""
+
+    total: Array
+    """float32 [queries, dim]: the weighted sum of values."""
+    maximum: Array
+    """float32 [queries]"""
+    weight: Array
+    """float32 [queries]"""
+
+    @classmethod
+    def empty(cls, queries: int, dim: int) -> _Softmax:
+        _, plgpu = _pallas()
+        layout = plgpu.Layout.WGMMA
+
+        def fill(number: float, shape: tuple[int, ...], layout: Any) -> Array:
+            return plgpu.layout_cast(jnp.full(shape, number, jnp.float32), layout)
+
+        by_row = [fill(number, (queries,), layout.reduce(1)) for number in (-jnp.inf, 0.0)]
+        return cls(fill(0.0, (queries, dim), layout), *by_row)
+
+    def weigh(self, scores: Array, factor: Any, track_maximum: bool) -> tuple[_Softmax, Array]:
+        """The state with the weights of a tile of keys added, and these: 2 to the power of `scores` times `factor`."""
+        total, maximum, weight = self
+        if track_maximum:
+            maximum = jnp.maximum(self.maximum, scores.max(axis=1) * factor)
+            fade = jnp.exp2(self.maximum - maximum)
+            weights = jnp.exp2(scores * factor - _spread(maximum, scores))
+            total, weight = total * _spread(fade, total), weight * fade
+        else:
+            weights = jnp.exp2(scores * factor)
+        return _Softmax(total, maximum, weight + weights.sum(axis=1)), weights
+
+
+def _spread(per_row: Array, like: Array) -> Array:
+    return lax.broadcast_in_dim(per_row, like.shape, [0])
+
+
+class _Steps(NamedTuple):
+    """The tiles of keys that a block of threads visits."""
+
+    whole: Any
+    """The number of tiles whose keys are all seen."""
+    total: Any
+    rest: Any
+    """The number of keys that are seen in the tile after those."""
+
+
+def _count_steps(plan: _Plan, length: Any, first_row: Any) -> _Steps:
+    """`length`: the keys that are seen, where only the device knows it. `first_row`: of the block's queries."""
+    pl, _ = _pallas()
+    size, seen = plan.tile.keys, plan.keys
+    if length is None:
+        return _Steps(seen // size, pl.cdiv(seen, size), seen % size)
+    if plan.queries_end:  # a block of padding sees no keys
+        length = jnp.where(first_row < length, length, 0)
+    rows = jnp.int32(size)
+    return _Steps(lax.div(length, rows), pl.cdiv(length, rows), lax.rem(length, rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The work of one computing warpgroup: its query rows against the keys of their head."""
+
+    plan: _Plan
+    steps: _Steps
+    queries: Any
+    keys: _Ring
+    values: _Ring
+    turns: _Turns
+    factor: Callable[[Any], Any]
+    """The number of a tile -> the factor of its scores as base-2 exponents."""
+    score_dtype: Any
+
+    def attend(self, track_maximum: bool) -> _Softmax:
+        queries, dim = self.queries.shape
+        state = _Softmax.empty(queries, dim)
+        visit = functools.partial(self._visit, track_maximum=track_maximum)
+        whole, total, rest = self.steps
+        state = lax.fori_loop(0, whole, functools.partial(visit, seen=None), state)
+        if isinstance(rest, int) and not rest:
+            return state
+        # A loop of one step at most: the number of a step must not be a constant.
+        return lax.fori_loop(whole, total, functools.partial(visit, seen=rest), state)
+
+    def _visit(self, step: Any, state: _Softmax, *, seen: Any, track_maximum: bool) -> _Softmax:
+        """`seen`: the number of keys in the tile that are seen; None: all."""
+        slot = _slot(self.plan, step)
+        factor = self.factor(step)
+        scores = self._score(slot).astype(jnp.float32)
+        self.keys.release(slot)
+        if seen is not None:
+            scores = _hide_from(scores, seen)
+        state, weights = state.weigh(scores, factor, track_maximum)
+        # Sums of weights before the barriers: the compiler puts them among the products below otherwise, which then
+        # wait for them.
+        state, rounded = lax.optimization_barrier((state, weights.astype(self.values.tiles.dtype)))
+        self.turns.meet(before_waiting=lambda: self.values.await_tile(slot))
+        total = self._add_values(state.total, rounded, slot, step)
+        self.values.release(slot)
+        return state._replace(total=total)
+
+    def _score(self, slot: Any) -> Array:
+        pl, plgpu = _pallas()
+
+        def multiply(scores: Any) -> Array:
+            plgpu.wgmma(scores, self.queries, _transpose_ref(plgpu, self.keys.tiles.at[slot]))
+            self.turns.meet()  # while the product is under way; reading the scores waits for it
+            return scores[...]
+
+        shape = (self.plan.tile.queries, self.plan.tile.keys)
+        return pl.run_scoped(multiply, plgpu.ACC(shape, self.score_dtype))
+
+    def _add_values(self, total: Array, weights: Array, slot: Any, step: Any) -> Array:
+        pl, plgpu = _pallas()
+
+        def multiply(total: Any) -> None:
+            plgpu.wgmma(total, weights, self.values.tiles.at[slot])
+            # The product hides the wait for the keys of the next step.
+            pl.when(step + 1 < self.steps.total)(lambda: self.keys.await_tile(_slot(self.plan, step + 1)))
+
+        return pl.run_state(multiply)(plgpu.ACC.init(total))
+
+
+def _slot(plan: _Plan, step: Any) -> Any:
+    return lax.rem(step, jnp.array(plan.stages, step.dtype))
+
+
+def _hide_from(scores: Array, end: Any) -> Array:
+    _, plgpu = _pallas()
+    column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    return jnp.where(column < end, scores, -jnp.inf)
+
+
 def _transpose_ref(plgpu: Any, ref: Any) -> Any:
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))  # before jax 0.11
 
@@ -200,12 +368,8 @@ def _kernel(
     k: Any,
     v: Any,
     *others: Any,
-    keys: int,
-    scale: float,
-    tile: Tile,
-    may_be_small: bool,
+    plan: _Plan,
     has_lengths: bool,
-    queries_end: bool,
     q_tiles: Any,
     k_tiles: Any,
     v_tiles: Any,
@@ -220,135 +384,68 @@ def _kernel(
     pl, plgpu = _pallas()
     *scales, out = others
     lengths = scales.pop(0) if has_lengths else None
-    batch, head, me = (lax.axis_index(name) for name in ("batch", "head", "warpgroup"))
+    batch, head, warpgroup = (lax.axis_index(name) for name in ("batch", "head", "warpgroup"))
     key_head = lax.div(head, jnp.int32(q.shape[2] // k.shape[2]))
-    dim = q.shape[-1]
-    stages = min(tile.stages, pl.cdiv(keys, tile.keys))
-    count: Any = keys  # of keys that are seen
-    whole_tiles: Any = keys // tile.keys
-    rest: Any = keys % tile.keys
-    if lengths is not None:
-        count = lengths[batch]
-        if queries_end:  # a block of padding sees no keys
-            block_start = lax.axis_index("rows") * (COMPUTE_WARPGROUPS * tile.queries)
-            count = jnp.where(block_start < count, count, 0)
-        whole_tiles, rest = lax.div(count, jnp.int32(tile.keys)), lax.rem(count, jnp.int32(tile.keys))
-    steps = pl.cdiv(count, tile.keys) if lengths is None else pl.cdiv(count, jnp.int32(tile.keys))
+    block_row = lax.axis_index("rows") * (COMPUTE_WARPGROUPS * plan.tile.queries)
+    steps = _count_steps(plan, None if lengths is None else lengths[batch], block_row)
 
-    def slot_of(step: Any) -> Any:
-        return lax.rem(step, jnp.array(stages, step.dtype))
+    def tile_rows(array: Any, number: Any) -> Any:
+        return array.at[batch, pl.ds(number * plan.tile.keys, plan.tile.keys), key_head]
 
-    def take_turns() -> None:
-        plgpu.barrier_arrive(turn)
-        plgpu.barrier_wait(turn)
+    keys = _Ring(functools.partial(tile_rows, k), k_tiles, k_ready, k_free)
+    values = _Ring(functools.partial(tile_rows, v), v_tiles, v_ready, v_free)
 
-    @pl.when(me < COMPUTE_WARPGROUPS)
+    @pl.when(warpgroup < COMPUTE_WARPGROUPS)
     def _compute() -> None:
         plgpu.set_max_registers(_REGISTERS["computing"], action="increase")
-        first_row = lax.axis_index("rows") * (COMPUTE_WARPGROUPS * tile.queries) + me * tile.queries
-        rows = (batch, pl.ds(first_row, tile.queries), head)  # beyond the last row nothing is read, nothing written
-        q_tile = q_tiles.at[me]
-        out_tile = q_tile if out_tiles is None else out_tiles.at[me]
-        plgpu.copy_gmem_to_smem(q.at[rows], q_tile, q_ready.at[me])
-        plgpu.barrier_wait(q_ready.at[me])
+        first_row = block_row + warpgroup * plan.tile.queries
+        global_rows = (batch, pl.ds(first_row, plan.tile.queries), head)  # nothing is read or written beyond the last
+        queries = q_tiles.at[warpgroup]
+        result = queries if out_tiles is None else out_tiles.at[warpgroup]
+        plgpu.copy_gmem_to_smem(q.at[global_rows], queries, q_ready.at[warpgroup])
+        plgpu.barrier_wait(q_ready.at[warpgroup])
 
-        def per_row(number: float) -> Array:
-            return plgpu.layout_cast(jnp.full((tile.queries,), number, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+        def factor(step: Any) -> Any:
+            if not scales:
+                return plan.scale
+            by_query, by_key = scales
+            block = lax.min(first_row // plan.tile.queries, jnp.int32(by_query.shape[2] - 1))  # of rows that exist
+            return by_query[batch, head, block] * by_key[batch, key_head, step]
 
-        def across(x: Array, columns: int) -> Array:
-            return lax.broadcast_in_dim(x, (tile.queries, columns), [0])
-
-        pl.when(steps > 0)(lambda: plgpu.barrier_wait(k_ready.at[0]))
-        pl.when(me == 1)(take_turns)
-
-        def visit(
-            step: Any, carry: tuple[Array, Array, Array], seen: Any, track_maximum: bool
-        ) -> tuple[Array, Array, Array]:
-            """`seen`: the number of keys in the tile that are seen; None: all."""
-            total, highest, weight = carry
-            slot = slot_of(step)
-            factor = scale
-            if scales:
-                block = lax.min(first_row // tile.queries, jnp.int32(scales[0].shape[2] - 1))  # of rows that are there
-                factor = scales[0][batch, head, block] * scales[1][batch, key_head, step]
-
-            def multiply(scores: Any) -> Array:
-                plgpu.wgmma(scores, q_tile, _transpose_ref(plgpu, k_tiles.at[slot]))
-                take_turns()
-                return scores[...]
-
-            accumulator = plgpu.ACC((tile.queries, tile.keys), jnp.int32 if scales else jnp.float32)
-            scores = pl.run_scoped(multiply, accumulator).astype(jnp.float32)
-            plgpu.barrier_arrive(k_free.at[slot])
-            if seen is not None:
-                column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-                scores = jnp.where(column < seen, scores, -jnp.inf)
-            if track_maximum:
-                now = jnp.maximum(highest, scores.max(axis=1) * factor)
-                fade = jnp.exp2(highest - now)
-                shares = jnp.exp2(scores * factor - across(now, tile.keys))
-                total, weight, highest = total * across(fade, dim), weight * fade, now
-            else:
-                shares = jnp.exp2(scores * factor)
-            weight += shares.sum(axis=1)
-            rounded = shares.astype(v.dtype)
-            # The sum before the barriers: otherwise it is put among the products below, which then wait for it.
-            total, highest, weight, rounded = lax.optimization_barrier((total, highest, weight, rounded))
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(v_ready.at[slot])
-            plgpu.barrier_wait(turn)
-
-            def add(total: Any) -> None:
-                plgpu.wgmma(total, rounded, v_tiles.at[slot])
-
-                @pl.when(step + 1 < steps)
-                def _next() -> None:
-                    plgpu.barrier_wait(k_ready.at[slot_of(step + 1)])
-
-            total = pl.run_state(add)(plgpu.ACC.init(total))
-            plgpu.barrier_arrive(v_free.at[slot])
-            return total, highest, weight
+        score_dtype = jnp.int32 if scales else jnp.float32
+        turns = _Turns(turn)
+        rows = _Rows(plan, steps, queries, keys, values, turns, factor, score_dtype)
 
         def attend(track_maximum: bool) -> None:
-            visit_tile = functools.partial(visit, track_maximum=track_maximum)
-            nothing = plgpu.layout_cast(jnp.zeros((tile.queries, dim), jnp.float32), plgpu.Layout.WGMMA)
-            carry = (nothing, per_row(-jnp.inf), per_row(0.0))
-            carry = lax.fori_loop(0, whole_tiles, functools.partial(visit_tile, seen=None), carry)
-            if lengths is not None or rest:  # a loop of one step, because a step must not be a constant
-                carry = lax.fori_loop(whole_tiles, steps, functools.partial(visit_tile, seen=rest), carry)
-            total, _, weight = carry
-            if lengths is not None:
+            total, _, weight = rows.attend(track_maximum)
+            if has_lengths:
                 weight = jnp.maximum(weight, _SMALLEST_WEIGHT)
-            out_tile[...] = (total / across(weight, dim)).astype(v.dtype)
+            result[...] = (total / _spread(weight, total)).astype(result.dtype)
 
-        if may_be_small:
+        pl.when(steps.total > 0)(lambda: keys.await_tile(0))
+        pl.when(warpgroup == 1)(turns.meet)
+        if plan.may_be_small:
             small = is_small[0] > 0
-            pl.when(small)(functools.partial(attend, track_maximum=False))
-            pl.when(jnp.logical_not(small))(functools.partial(attend, track_maximum=True))
+            pl.when(small)(lambda: attend(track_maximum=False))
+            pl.when(jnp.logical_not(small))(lambda: attend(track_maximum=True))
         else:
             attend(track_maximum=True)
-        pl.when(me == 0)(take_turns)
+        pl.when(warpgroup == 0)(turns.meet)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_tile, out.at[rows])
+        plgpu.copy_smem_to_gmem(result, out.at[global_rows])
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(me == COMPUTE_WARPGROUPS)
+    @pl.when(warpgroup == COMPUTE_WARPGROUPS)
     def _fetch() -> None:
         plgpu.set_max_registers(_REGISTERS["fetching"], action="decrease")
 
-        def fetch(step: Any, slot: Any) -> None:
-            part = (batch, pl.ds(step * tile.keys, tile.keys), key_head)
-            plgpu.copy_gmem_to_smem(k.at[part], k_tiles.at[slot], k_ready.at[slot])
-            plgpu.copy_gmem_to_smem(v.at[part], v_tiles.at[slot], v_ready.at[slot])
+        def request(number: Any, slot: Any, is_used: bool) -> None:
+            for ring in (keys, values):
+                if is_used:
+                    ring.await_release(slot)
+                ring.request(number, slot)
 
-        for step in range(stages):
-            # Not as a number: it would be checked against the length.
-            pl.when(step < steps)(functools.partial(fetch, jnp.int32(step), step))
-
-        @pl.loop(stages, steps)
-        def _again(step: Any) -> None:
-            slot, part = slot_of(step), (batch, pl.ds(step * tile.keys, tile.keys), key_head)
-            plgpu.barrier_wait(k_free.at[slot])
-            plgpu.copy_gmem_to_smem(k.at[part], k_tiles.at[slot], k_ready.at[slot])
-            plgpu.barrier_wait(v_free.at[slot])
-            plgpu.copy_gmem_to_smem(v.at[part], v_tiles.at[slot], v_ready.at[slot])
+        for slot in range(plan.stages):
+            # Not a Python number: Pallas would check its rows against the length.
+            pl.when(slot < steps.total)(functools.partial(request, jnp.int32(slot), slot, is_used=False))
+        pl.loop(plan.stages, steps.total)(lambda step: request(step, _slot(plan, step), is_used=True))

@@ -2,7 +2,8 @@
 
 Why not an existing kernel: the splash kernel that JAX ships has no base-2 exponent, needs block masks that are built on
 the host in NumPy, and has no dynamic lengths or offsets; tokamax's has the exponent, but each release pins one jax
-version and has many dependencies, and this package must run beside a user's own. The structure is taken from both.
+version and has many dependencies, and this package must run beside a user's own. docs/design.md names the ideas that
+this kernel shares with them.
 
 Layout of scores: tiles are computed as k·qᵀ, [keys, queries]. The maximum and the sum over keys then run down the
 sublanes, element by element, instead of across lanes, and the running maximum and sum take 8×block_query floats
