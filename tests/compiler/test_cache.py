@@ -23,7 +23,7 @@ from jax._src.lru_cache import LRUCache
 from jax.experimental.compilation_cache import compilation_cache
 
 import comfy_tpu
-from comfy_tpu.compiler.cache import cache_directory, count_compilations, enable_cache
+from comfy_tpu.compiler.cache import _is_damaged, cache_directory, count_compilations, enable_cache
 from comfy_tpu.config import AttentionConfig, CacheConfig
 from comfy_tpu.kernels import attention
 from comfy_tpu.kernels.hopper import hopper_attention
@@ -256,3 +256,11 @@ def test_a_miss_is_told_before_the_compilation_and_a_hit_is_not(tmp_path: Path) 
     ]
     assert [run.stdout.strip() for run in runs] == ["1", "0"]
     assert "persistent" not in (runs[0].stderr + runs[1].stderr).lower()
+
+
+def test_an_entry_is_not_damaged_because_jax_has_other_names(tmp_path, monkeypatch):
+    (tmp_path / "good").write_bytes(compress_executable(b"program"))
+    (tmp_path / "bad").write_bytes(b"program")
+    assert [_is_damaged(tmp_path / name) for name in ("good", "bad")] == [False, True]
+    monkeypatch.setitem(sys.modules, "jax._src.compilation_cache", None)
+    assert not _is_damaged(tmp_path / "good")

@@ -69,12 +69,6 @@ def test_heads_that_do_not_divide_are_refused_before_anything_is_built() -> None
         Component(model.spec, model.config, make_placement("tp=5"), dtype=torch.float32)
 
 
-def test_a_configuration_key_that_nobody_knows_is_refused() -> None:
-    model = small_models.transformer()
-    with pytest.raises(UnsupportedError, match="has audio_dim, which this version of diffusers does not know"):
-        Component(model.spec, {**model.config, "audio_dim": 3}, make_placement("single"), dtype=torch.float32)
-
-
 def test_an_image_to_video_transformer_is_refused() -> None:
     model = small_models.transformer()
     text = "takes image embeddings, but the model says that it is a text-to-video one"

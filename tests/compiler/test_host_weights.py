@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import pytest
 import torch
 
 from comfy_tpu.compiler.host_weights import HostWeights, WeightChangeDetector
@@ -118,10 +119,64 @@ def test_a_weight_that_was_not_there_before():
 
 
 def test_writes_that_torch_does_not_count():
-    """Through `.data`; in every dtype that weights have, of which two bytes of a value are looked at."""
+    """Through `.data`; in every dtype that weights have."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int64):
         module = Model()
         module.kept = torch.full((1000,), 3).to(dtype)
         watch = watched(module)
         module.kept.data.copy_(torch.full((1000,), 4).to(dtype))
         assert watch.find_changed(module) == {"kept"}, dtype
+        assert watch.find_changed(module, closely=False) == {"kept"}, dtype
+
+
+@pytest.mark.parametrize("shape", [(1024, 1024), (300, 2000), (3000, 40), (64, 32, 3, 3)], ids=str)
+def test_partial_writes_that_torch_does_not_count(shape):
+    """Into 1 % of a weight: some of its rows, or of its columns, anywhere."""
+    module = Model()
+    with torch.inference_mode():
+        replace(module, "one.weight", torch.randn(shape))
+        weight = module.one.weight
+        watch = watched(module)
+        for axis in (0, 1):
+            part = -(-shape[axis] // 100)
+            for start in range(0, shape[axis] - part, max(1, shape[axis] // 37)):
+                weight.narrow(axis, start, part).mul_(1.0001)
+                assert "one.weight" in watch.find_changed(module), (axis, start)
+                watch.record(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_one_value_of_a_small_weight(dtype):
+    """16 KB are compared whole."""
+    module = Model()
+    count = 16 * 1024 // dtype.itemsize
+    with torch.inference_mode():
+        for weight in (torch.zeros(count), torch.zeros(count // 64, 64).T):
+            replace(module, "one.weight", weight.to(dtype))
+            watch = watched(module)
+            for place in range(0, count, count // 7):
+                module.one.weight[divmod(place, weight.shape[1]) if weight.ndim > 1 else place] = 1
+                for closely in (True, False):
+                    assert watch.find_changed(module, closely=closely) == {"one.weight"}, place
+                watch.record(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_partial_writes_to_a_weight_that_is_not_contiguous(dtype):
+    """A transposed one, a part of a larger one, and a row that is repeated."""
+    module = Model()
+    with torch.inference_mode():
+        large = torch.zeros(600, 1400).to(dtype)
+        for weight in (large.T, large[:, 300:900], torch.zeros(1, 1400).to(dtype).expand(600, 1400)):
+            assert not weight.is_contiguous()
+            replace(module, "one.weight", weight)
+            watch = watched(module)
+            assert watch.find_changed(module) == set()
+            own = weight if weight.stride(0) else weight[:1]
+            for axis in (axis for axis in (0, 1) if weight.stride(axis)):
+                part = -(-weight.shape[axis] // 100)
+                for start in range(0, weight.shape[axis] - part, weight.shape[axis] // 7):
+                    written = own.narrow(axis, start, part)
+                    written.copy_(written.float().add(1).remainder(7))
+                    assert watch.find_changed(module) == {"one.weight"}, (axis, start)
+                    watch.record(module)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from comfy_tpu.compiler import hosted as hosting
+from comfy_tpu.compiler import residency as residencies
 from comfy_tpu.compiler.hosted import HostedModule
 from comfy_tpu.compiler.residency import Residency
 from comfy_tpu.config import AttentionConfig, ResidencyConfig
@@ -220,6 +221,25 @@ def test_the_devices_are_freed_when_the_module_goes(residency):
     assert sum(residency.bytes_per_device().values()) == 0
     with pytest.raises(UnsupportedError, match="model was given up by its owner; load it again"):
         hosted(forward, torch.randn(1, 2, WIDTH))
+
+
+def test_a_module_that_goes_while_the_registry_looks_for_room(residency, monkeypatch):
+    modules = [Model(), Model()]
+    hosted = [host(module, residency) for module in modules]
+    for each in hosted:
+        each(forward, torch.randn(1, WIDTH))
+    find_total = residencies._total
+
+    def collect_garbage(entries):
+        if len(modules) == 2:
+            del modules[0]
+            gc.collect()
+        return find_total(entries)
+
+    monkeypatch.setattr(residencies, "_total", collect_garbage)
+    with residency.use("other", label="other", nbytes_per_device=residency.budget_bytes, load=dict):
+        assert len(modules) == 1
+        assert [entry.label for entry in residency.entries()] == ["other"]
 
 
 def test_evicted_weights_come_back(residency, moved):
@@ -435,3 +455,19 @@ def test_a_weight_that_changes_its_dtype(residency):
     got = hosted(forward, x)
     module.first.weight = torch.nn.Parameter(module.first.weight.float(), requires_grad=False)
     assert relative_error(got, module(x)) <= 1e-5
+
+
+def test_memory_that_runs_out_while_the_devices_compute(residency, monkeypatch):
+    """A call returns before its results are computed: their errors come to whoever waits for them."""
+
+    def full(results):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes")
+
+    module = Model()
+    hosted = host(module, residency)
+    results = hosted(forward, torch.ones(1, 2, WIDTH), fetch=False)
+    monkeypatch.setattr(hosting, "to_host", full)
+    with pytest.raises(DeviceMemoryError, match="model does not fit in device memory"):
+        hosted.fetch(results)
+    with pytest.raises(DeviceMemoryError, match="model does not fit in device memory"):
+        hosted(forward, torch.ones(1, 2, WIDTH))

@@ -34,6 +34,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 class Changes(dict[str, WeightChange]):
     closed = 0
+    reads_weights = False
 
     def read(self, name: str) -> WeightChange:
         return self[name]

@@ -212,14 +212,21 @@ def test_what_a_forward_keeps_on_the_module_does_not_stay() -> None:
 
 
 def test_several_threads_share_one_compilation() -> None:
-    run, results = program(), []
-    with count_compilations() as count:
-        threads = [threading.Thread(target=lambda: results.append(to_host(run(weights, x=x))["y"])) for _ in range(4)]
+    run, results, counts = program(), [], []
+
+    def call() -> None:
+        with count_compilations() as count:
+            results.append(to_host(run(weights, x=x))["y"])
+        counts.append(count.requested)
+
+    with count_compilations() as elsewhere:
+        threads = [threading.Thread(target=call) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert count.requested == 1
+    assert sorted(counts) == [0, 0, 0, 1]
+    assert elsewhere.requested == 0, "a thread counts its own"
     assert len(results) == 4
     for result in results:
         torch.testing.assert_close(result, reference(x)["y"])

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from jax._src import compilation_cache
+from jax.sharding import Mesh, NamedSharding
 
 from comfy_tpu.compiler.blank_source import BlankSource
 from comfy_tpu.compiler.cache import cache_limit, count_compilations, parse_limit
@@ -75,7 +76,9 @@ class Run:
         self.component = Component(self.model.spec, self.model.config, make_placement(mesh), **options)
 
     def __call__(self, frames: int = 3) -> torch.Tensor:
-        weights = self.component.load(Checkpoint.open(self.model.checkpoint))
+        return self.call(self.component.load(Checkpoint.open(self.model.checkpoint)), frames)
+
+    def call(self, weights: dict[str, jax.Array], frames: int = 3) -> torch.Tensor:
         program = self.component.program(forward, static=("return_dict",), on_event=self.events.append)
         inputs = {
             "hidden_states": torch.linspace(-1, 1, 2 * 4 * frames * 60).reshape(2, 4, frames, 6, 10),
@@ -105,6 +108,17 @@ def test_a_second_run_traces_nothing_and_computes_the_same(cache: CacheConfig, m
     assert count.requested == 0
     assert second.stages == STORED
     assert second.events[-1].from_cache
+
+
+def test_weights_on_another_mesh_are_refused_with_a_stored_program_too(used: CacheConfig) -> None:
+    run = Run(used, "single")
+    weights = run.component.load(Checkpoint.open(run.model.checkpoint))
+    elsewhere = Mesh(np.array(jax.devices()[1:2]).reshape(1, 1, 1), ("dp", "sp", "tp"))
+    moved = {
+        name: jax.device_put(array, NamedSharding(elsewhere, array.sharding.spec)) for name, array in weights.items()
+    }
+    with pytest.raises(ValueError, match="incompatible devices"):
+        run.call(moved)
 
 
 def test_the_module_is_built_only_to_trace(used: CacheConfig) -> None:
@@ -427,12 +441,14 @@ def test_a_store_counts_what_the_next_process_finds(cache: CacheConfig, monkeypa
         patch.setattr(identity, "_BEGIN", 0.0)  # the source was changed since
         assert run(2).count_programs() == (1, 0)
 
-    def fail(*_: Any) -> NoReturn:
-        raise AttributeError
+    def fail(error: type[Exception], *_: Any) -> NoReturn:
+        raise error
 
-    with monkeypatch.context() as patch:  # a JAX with other names: its own cache has the program
-        patch.setattr("comfy_tpu.compiler.stored.store.describe_calls", fail)
-        assert run(1).count_programs() == (1, 1)
+    # A JAX with other names: its own cache has the program.
+    for frames, name, error in ((1, "describe_calls", AttributeError), (4, "read_cache_entry", ImportError)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"comfy_tpu.compiler.stored.store.{name}", functools.partial(fail, error))
+            assert run(frames).count_programs() == (1, 1)
 
 
 def test_a_use_makes_a_program_recent(cache: CacheConfig) -> None:

@@ -1,5 +1,8 @@
 """Attention over eight devices: every layout and both sequence-parallel variants against torch."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +46,19 @@ def test_layouts_match_torch(layout: dict, case: Case) -> None:
 def test_a_single_head_shares_its_queries_over_tp_as_well(layout: dict) -> None:
     case = Case(heads=1, kv_heads=1, queries=77, keys=130, window=(20, 9), batch=3)
     assert relative_error(*run(case, CHUNKED, cpu_placement(**layout))) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(heads=3, kv_heads=3, queries=150, keys=150), Case(heads=6, kv_heads=3, is_causal=True, lengths=(3, 77))],
+    ids=["plain", "gqa causal lengths"],
+)
+def test_a_kernel_of_heads_that_are_not_divided_shares_queries(case: Case) -> None:
+    config, placement = dataclasses.replace(splash("auto"), over_mesh=False), cpu_placement(dp=2, sp=2, tp=2)
+    assert relative_error(*run(case, config, placement)) <= 1e-5
+    gqa = case.heads != case.kv_heads
+    traced = jax.make_jaxpr(functools.partial(attention, placement=placement, config=config, enable_gqa=gqa))
+    assert "comfy_tpu_splash" in str(traced(*(case.inputs()[name] for name in ("query", "key", "value"))))
 
 
 @pytest.mark.parametrize(

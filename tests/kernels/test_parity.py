@@ -74,6 +74,21 @@ def test_several_chunks_match_torch() -> None:
         assert relative_error(*run(Case(**{**case.__dict__, **options}), CHUNKED)) <= 1e-5
 
 
+def test_bfloat16_of_a_convolution() -> None:
+    """Channels before pixels, as in a VAE: XLA transposes the operands in their products."""
+    projected = jnp.asarray(np.random.default_rng(0).standard_normal((2, 96, 96)), jnp.bfloat16)
+
+    @jax.jit
+    def attend(projected: jax.Array, gain: jax.Array) -> jax.Array:
+        query, key, value = (jnp.swapaxes(x, 1, 2)[:, None] for x in jnp.split(projected * gain, 3, axis=1))
+        return attention(query, key, value, placement=None, config=DENSE)
+
+    got = attend(projected, jnp.ones((), jnp.bfloat16))
+    expected = attend(projected.astype(jnp.float32), jnp.ones(()))
+    assert got.dtype == jnp.bfloat16
+    assert jnp.max(jnp.abs(got.astype(jnp.float32) - expected)) < 2e-2
+
+
 @pytest.mark.parametrize("config", [CHUNKED, DENSE, SPLASH], ids=["chunked", "dense", "splash"])
 def test_bfloat16_matches_torch(config: AttentionConfig) -> None:
     case = Case(queries=130, keys=257, kv_heads=2, lengths=(257, 200))

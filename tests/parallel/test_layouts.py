@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from comfy_tpu.config import MeshSizes
-from comfy_tpu.errors import CheckpointError
 from comfy_tpu.kernels.tuning import block_sizes
 from comfy_tpu.parallel import layouts
 from comfy_tpu.parallel.chips import parse_slice
@@ -153,15 +152,12 @@ def test_the_solver_keeps_as_much_as_the_pipeline():
     assert wan().history == HISTORY
 
 
-def test_a_configuration_that_is_short_or_damaged():
+def test_a_configuration_that_is_short():
     model = find_model("Wan2.1-T2V-14B-Diffusers")
     config = dict(model.config)
     del config["patch_size"]
     short = dataclasses.replace(model, config=config)
     assert short.workload(model.defaults) == wan(), "diffusers' defaults are those of the 14B"
-    damaged = dataclasses.replace(model, config=config | {"ffn_dim": "many"})
-    with pytest.raises(CheckpointError, match="has ffn_dim='many', expected a value such as 13824; download"):
-        damaged.workload(model.defaults)
 
 
 def test_several_slices_keep_sp_and_tp_inside():

@@ -189,7 +189,9 @@ def _warn_of_failed_write(directory: str, reason: str) -> None:
 def _is_damaged(entry: Path) -> bool:
     try:
         from jax._src.compilation_cache import decompress_executable
-
+    except ImportError:  # a JAX with other names: nobody can say
+        return False
+    try:
         decompress_executable(entry.read_bytes())
     except Exception:  # noqa: BLE001 - whatever the decompressor says of a damaged entry
         return True
@@ -303,42 +305,41 @@ def watch_cache(on_miss: Callable[[], None]) -> Iterator[CacheLookup]:
         _compiler_log.removeFilter(listening)
 
 
-_open_counts: list[CompileCount] = []
-_has_listeners = False
+class _OpenCounts(threading.local):
+    def __init__(self) -> None:
+        self.counts: list[CompileCount] = []
 
 
+_open = _OpenCounts()
+
+
+@functools.cache
 def _register_listeners() -> None:
-    global _has_listeners
+    """JAX calls listeners in the thread that compiles."""
     import jax.monitoring
 
     def on_event(event: str, **_: str | int) -> None:
         if event == "/jax/compilation_cache/cache_hits":
-            with _lock:
-                for count in _open_counts:
-                    count.from_cache += 1
+            for count in _open.counts:
+                count.from_cache += 1
 
     def on_duration(event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            with _lock:
-                for count in _open_counts:
-                    count.requested += 1
+            for count in _open.counts:
+                count.requested += 1
 
-    with _lock:
-        if not _has_listeners:
-            jax.monitoring.register_event_listener(on_event)
-            jax.monitoring.register_event_duration_secs_listener(on_duration)
-            _has_listeners = True
+    jax.monitoring.register_event_listener(on_event)
+    jax.monitoring.register_event_duration_secs_listener(on_duration)
 
 
 @contextlib.contextmanager
 def count_compilations() -> Iterator[CompileCount]:
-    """Counts every compilation in this process, whoever asks for it, for the length of the block."""
-    _register_listeners()
-    count = CompileCount()
+    """Counts the compilations of this thread in the block."""
     with _lock:
-        _open_counts.append(count)
+        _register_listeners()
+    count = CompileCount()
+    _open.counts.append(count)
     try:
         yield count
     finally:
-        with _lock:
-            _open_counts.remove(count)
+        _open.counts.remove(count)

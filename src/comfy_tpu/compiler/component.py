@@ -31,7 +31,7 @@ from comfy_tpu.compiler.weights import (
     move_weights,
 )
 from comfy_tpu.config import AttentionConfig, CacheConfig, Quantization, ShardingConfig, SkeletonLimits
-from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, config_errors
+from comfy_tpu.errors import CheckpointError, InvalidValueError, config_errors, import_error
 from comfy_tpu.parallel.mesh import check_heads
 from comfy_tpu.parallel.placement import Placement
 from comfy_tpu.parallel.report import ShardingReport
@@ -169,14 +169,14 @@ class Component:
         on_progress: Callable[[int, int], None] | None = None,
         changes: WeightChanges | None = None,
     ) -> dict[str, jax.Array]:
-        """Loads the weights onto the devices and adds `changes`: on the devices, or on the host if the weights are
-        quantized or packed afterwards.
+        """Loads the weights onto the devices and adds `changes`: on the devices, or on the host if they depend on the
+        weights or these are quantized or packed afterwards.
 
         A change has the module's name, and its columns in the checkpoint's order.
         """
         enable_cache(self._cache)  # writing layers into large stacks compiles a little, too
         checkpoint = self._rename_source(checkpoint)
-        if changes is not None and (self._quantize != "none" or self._packed):
+        if changes is not None and (self._quantize != "none" or self._packed or changes.reads_weights):
             checkpoint, changes = MergedSource(checkpoint, changes), None
         checkpoint = self._pack_source(checkpoint)
         options: dict[str, Any] = {"on_progress": on_progress, "ignore_unused": self.spec.unused, "store": self._store}
@@ -268,11 +268,4 @@ def _build(spec: ComponentSpec, config: Mapping[str, Any]) -> torch.nn.Module:
         with quiet():  # accelerate, where it is installed, adds a warning filter when diffusers imports it
             return spec.build(config)
     except ImportError as error:
-        # transformers imports lazily, and says only that it could not: the first failure underneath is the reason.
-        cause: BaseException = error
-        while cause.__cause__ or cause.__context__:
-            cause = cause.__cause__ or cause.__context__ or cause
-        raise UnsupportedError(
-            f"the library of the {spec.name} cannot be imported here ({type(cause).__name__}: {cause}); mend that "
-            "package, or remove it if nothing needs it"
-        ) from error
+        raise import_error(f"the library of the {spec.name}", error) from error

@@ -106,7 +106,7 @@ class HostedModule:
         )
         self._component = self._build(module, stack_uniform)
         self._key = ("hosted", next(_numbers))
-        weakref.finalize(module, residency.evict, self._key)
+        weakref.finalize(module, residency.abandon, self._key)
 
     def _build(self, module: torch.nn.Module, stack: Callable[[torch.nn.Module], torch.nn.Module]) -> Component:
         skeleton = stack(_skeleton(module, self._prepare))
@@ -161,7 +161,13 @@ class HostedModule:
         if self._handover.is_for(results, device):
             with self._lock:
                 return self._handover.take(results, device, inputs)
-        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), to_host(results))
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), self.fetch(results))
+
+    def fetch(self, results: Any) -> Any:
+        """The results of a call with `fetch=False` as host tensors. Raises the errors of their computation, which does
+        not wait for anybody: DeviceMemoryError among them."""
+        with device_errors(self.name):
+            return to_host(results)
 
     def _run(
         self,
@@ -182,7 +188,8 @@ class HostedModule:
                 results = program(weights, tensors=inputs, structure=structure)  # returns before it is computed
             if meanwhile is not None:
                 meanwhile()
-            if not is_checked and (changed := self._change_detector.find_changed(module)):
+            # Closely in the first call of a run, which waits for it.
+            if not is_checked and (changed := self._change_detector.find_changed(module, closely=meanwhile is None)):
                 results = None
                 self._update(module, weights, changed)
             return results if results is not None else program(weights, tensors=inputs, structure=structure), inputs

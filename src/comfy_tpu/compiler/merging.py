@@ -19,8 +19,27 @@ RANK_MIN = 16
 
 
 @dataclasses.dataclass(frozen=True)
+class Decomposition:
+    """DoRA: a weight becomes its direction after `difference` is added, times `magnitude`."""
+
+    difference: torch.Tensor
+    """[outputs, inputs…]"""
+    magnitude: torch.Tensor
+    """A number for each output, [outputs, 1…], or input, [1, inputs, 1…]."""
+    strength: float
+    """The share of the change of the weight that is added."""
+
+    def change(self, weight: torch.Tensor) -> torch.Tensor:
+        # The norm is that of the sum, as PEFT and LyCORIS train it. ComfyUI takes the weight's own for outputs.
+        total = weight + self.difference
+        normed = [axis for axis, size in enumerate(self.magnitude.shape) if size == 1]
+        norm = torch.linalg.vector_norm(total, dim=normed, keepdim=True).clamp_min(torch.finfo(torch.float32).eps)
+        return self.strength * (total * (self.magnitude / norm) - weight)
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightChange:
-    """The change that is added to one tensor of a checkpoint: up @ down, or a difference, or both. All are float32."""
+    """The change that is added to one tensor of a checkpoint: the sum of its parts. All are float32."""
 
     up: torch.Tensor | None = None
     """[outputs, rank]"""
@@ -28,13 +47,10 @@ class WeightChange:
     """[rank, inputs…]"""
     difference: torch.Tensor | None = None
     """[outputs, inputs…]"""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        if self.up is not None and self.down is not None:
-            return (self.up.shape[0], *self.down.shape[1:])
-        assert self.difference is not None
-        return tuple(self.difference.shape)
+    decompositions: tuple[Decomposition, ...] = ()
+    """They need the weight itself, so such changes are added on the host."""
+    replacement: torch.Tensor | None = None
+    """[outputs, inputs…], in place of the weight before the rest is added; on the host, too."""
 
     @property
     def bound(self) -> float:
@@ -46,18 +62,30 @@ class WeightChange:
         bound = 0.0 if self.difference is None else largest(self.difference)
         if self.up is not None and self.down is not None:
             bound += largest(self.up) * largest(self.down) * self.up.shape[1]
-        return bound
+        for each in self.decompositions:
+            bound += largest(each.difference) + largest(each.magnitude) * abs(each.strength)
+        return bound if self.replacement is None else bound + largest(self.replacement)
 
     def add_to(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum in float32, so that the caller rounds once."""
-        total = tensor.float()
+        weight = tensor.float() if self.replacement is None else self.replacement
+        total = weight
         if self.up is not None and self.down is not None:
             total = total + torch.tensordot(self.up, self.down, dims=1)
-        return total if self.difference is None else total + self.difference
+        if self.difference is not None:
+            total = total + self.difference
+        for each in self.decompositions:
+            total = total + each.change(weight)
+        return total
 
 
 class WeightChanges(Protocol):
     """Changes by the names that tensors have in the checkpoint."""
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether a change depends on the weight or replaces it, so that all are added on the host."""
+        ...
 
     def __contains__(self, name: object) -> bool: ...
 

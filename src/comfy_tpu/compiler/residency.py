@@ -92,6 +92,7 @@ class Residency:
         self._changed = threading.Condition()
         self._pins: collections.Counter[int] = collections.Counter()  # thread -> entries it keeps on the devices
         self._callbacks: list[ResidencyCallback] = []
+        self._abandoned: collections.deque[Hashable] = collections.deque()
 
     @property
     def budget_bytes(self) -> int:
@@ -118,6 +119,7 @@ class Residency:
         they may be deleted. load must not use the registry itself. `sharding` is logged after a load, and shown;
         `model` and `part` are for displays.
         """
+        self._evict_abandoned()
         thread = threading.get_ident()
         facts = {"sharding": sharding, "model": model, "part": part}
         entry, events = self._acquire(key, label, nbytes_per_device, load, thread, facts)
@@ -129,11 +131,13 @@ class Residency:
 
     def entries(self) -> tuple[ResidentEntry, ...]:
         """Entries that are on the devices or being loaded, least recently used first."""
+        self._evict_abandoned()
         with self._changed:
             return tuple(entry.view() for entry in self._entries.values())
 
     def bytes_per_device(self) -> dict[jax.Device, int]:
         """Bytes of the arrays held, by device."""
+        self._evict_abandoned()
         with self._changed:
             total: collections.Counter[jax.Device] = collections.Counter()
             for entry in self._entries.values():
@@ -148,6 +152,16 @@ class Residency:
         self._notify(events)
         return entry is not None
 
+    def abandon(self, key: Hashable) -> None:
+        """Evicts a key when the registry is next used. For finalizers: they run in any thread at any line, which may be
+        one of this file."""
+        self._abandoned.append(key)
+
+    def _evict_abandoned(self) -> None:
+        while self._abandoned:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                self.evict(self._abandoned.popleft())
+
     def take(self, key: Hashable) -> Arrays | None:
         """The arrays of a key, which are the caller's from now on; None if they are not here, or in use."""
         with self._changed:
@@ -160,6 +174,7 @@ class Residency:
         return entry.arrays
 
     def __contains__(self, key: Hashable) -> bool:
+        self._evict_abandoned()
         with self._changed:
             return key in self._entries
 
@@ -263,6 +278,7 @@ class Residency:
             events += self._evict_or_mark(self._find_evictable(0) or [])
             self._changed.notify_all()
         self._notify(events)
+        self._evict_abandoned()
 
     # The rest is called with the lock held, except _notify: a callback may use the registry.
 

@@ -7,6 +7,7 @@ import fnmatch
 import functools
 import logging
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ from comfy_tpu.quiet import quiet
 
 logger = logging.getLogger(__name__)
 
-_MAX_LISTED = 10
+_LISTED = 3
 
 HOST_STACK_BYTES = 4 * 2**20
 """A stack of at most this size is filled on the host, a larger one on its devices. The compiled program that writes a
@@ -129,6 +130,7 @@ def load_weights(
     done = 0
     arrays: dict[str, jax.Array] = {}
     host_stacks = {slot.name: _HostStack(slot) for slot in slots if _is_stacked_on_host(slot, checkpoint, change)}
+    transfers = _Transfers()
     try:
         if on_progress:
             on_progress(0, total)  # the first tensor may be a table of 2 GB
@@ -137,12 +139,14 @@ def load_weights(
                 if stack := host_stacks.get(slot.name):
                     stack.fill(position, checkpoint.read(slot.sources[position]))
                     if stack.is_complete:
-                        arrays[slot.name] = host_stacks.pop(slot.name).put()
+                        arrays[slot.name] = transfers.add(host_stacks.pop(slot.name).put())
                 else:
-                    arrays[slot.name] = _write(checkpoint, slot, position, arrays.get(slot.name), change, store)
+                    stack_array = arrays.get(slot.name)
+                    arrays[slot.name] = _write(checkpoint, slot, position, stack_array, transfers, change, store)
                 done += checkpoint.tensors[slot.sources[position]].nbytes
                 if on_progress:
                     on_progress(done, total)
+            jax.block_until_ready(arrays)
     except BaseException:
         for array in arrays.values():
             array.delete()
@@ -169,15 +173,32 @@ def update_weights(
 
     If anything is raised, the arrays are no longer those of any source: delete them.
     """
-    moved = 0
+    moved, transfers = 0, _Transfers()
     with quiet():
         for slot in slots:
             for position, name in enumerate(slot.sources):
                 if name in changed:
                     # A whole weight gets a new array; a layer is written into its stack, which is then another array.
-                    arrays[slot.name] = _write(source, slot, position, arrays[slot.name])
+                    arrays[slot.name] = _write(source, slot, position, arrays[slot.name], transfers)
                     moved += source.tensors[name].nbytes
+        jax.block_until_ready(arrays)
     return moved
+
+
+class _Transfers:
+    """The tensor that is on its way to the devices, while the next one is read, checked and converted.
+
+    No more than one: until a transfer is over the devices may read from the mapped file, which stays mapped with all
+    its pages.
+    """
+
+    def __init__(self) -> None:
+        self._last: jax.Array | None = None
+
+    def add(self, array: jax.Array) -> jax.Array:
+        jax.block_until_ready(self._last)
+        self._last = array
+        return array
 
 
 def _is_stacked_on_host(slot: WeightSlot, source: WeightSource, change: WeightChanger | None) -> bool:
@@ -204,7 +225,7 @@ class _HostStack:
         self._missing.discard(position)
 
     def put(self) -> jax.Array:
-        return put(self._layers, self._slot.dtype, self._slot.sharding, keep=True).block_until_ready()
+        return put(self._layers, self._slot.dtype, self._slot.sharding, keep=True)
 
 
 def _write(
@@ -212,6 +233,7 @@ def _write(
     slot: WeightSlot,
     position: int,
     stack: jax.Array | None,
+    transfers: _Transfers,
     change: WeightChanger | None = None,
     store: ProgramStore | None = None,
 ) -> jax.Array:
@@ -221,14 +243,14 @@ def _write(
     array = put(tensor, slot.dtype, slot.sharding if whole else _layer_sharding(slot.sharding), keep=whole)
     if change is not None and slot.sources[position] in change:
         array = change(slot.sources[position], array)
+    transfers.add(array)
     if not whole:
         made = (slot.shape, np.dtype(slot.dtype), slot.sharding, store)
         if stack is None:
             stack = _zeros(*made)()
         place = put_global(np.array(position, np.int32), NamedSharding(slot.sharding.mesh, PartitionSpec()))
         array = _layer_writer(*made)(stack, array, place)
-    # Until then the devices may read from the mapped file, which would stay mapped with all its pages.
-    return array.block_until_ready()
+    return array
 
 
 def _writes_in_file_order(checkpoint: WeightSource, slots: Sequence[WeightSlot]) -> list[tuple[WeightSlot, int]]:
@@ -307,47 +329,63 @@ def _layer_sharding(sharding: NamedSharding) -> NamedSharding:
 
 def check_checkpoint(checkpoint: WeightSource, slots: Sequence[WeightSlot], ignore_unused: Sequence[str] = ()) -> None:
     """Raises CheckpointError where names, shapes or dtypes in the headers are not those of the slots."""
-    problems = []
     names = [slot.name for slot in slots]
-    problems += [f"two slots are named {name}" for name in sorted({name for name in names if names.count(name) > 1})]
-    missing = []
+    places = [f"two slots are named {name}" for name in sorted({name for name in names if names.count(name) > 1})]
+    missing: list[str] = []
+    shapes: list[str] = []
+    dtypes: list[str] = []
     for slot in slots:
         missing += [source for source in slot.sources if source not in checkpoint.tensors]
         present = [checkpoint.tensors[source] for source in slot.sources if source in checkpoint.tensors]
-        problems += [problem for info in present for problem in _mismatches(slot, info)]
-        problems += _placement_problems(slot)
-    if missing:
-        problems.append(f"missing from the checkpoint: {join_names(missing, _MAX_LISTED)}")
+        places += _placement_problems(slot)
+        shapes += [problem for info in present for problem in _shape_problems(slot, info)]
+        dtypes += [problem for info in present for problem in _dtype_problems(slot, info)]
     used = {source for slot in slots for source in slot.sources}
     unused = [
         name
         for name in checkpoint.tensors
         if name not in used and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore_unused)
     ]
+    problems = []
+    if missing and (prefix := _find_prefix(checkpoint.tensors, used)):
+        problems.append(f"its names have the prefix {prefix}, the model's do not")
+    problems += [join_names(found, _LISTED, separator="; ") for found in (places, shapes, dtypes) if found]
+    if missing:
+        problems.append(f"missing from the checkpoint: {join_names(missing, _LISTED)}")
     if unused:
-        problems.append(f"in the checkpoint, but the model has no place for them: {join_names(unused, _MAX_LISTED)}")
+        problems.append(f"in the checkpoint, but the model has no place for them: {join_names(unused, _LISTED)}")
     if problems:
-        more = [f"and {len(problems) - _MAX_LISTED} more problems"] if len(problems) > _MAX_LISTED else []
-        # The missing and the unused come last and are the most telling: keep them.
-        lines = problems[: _MAX_LISTED - 2] + problems[-2:] if more else problems
         raise CheckpointError(
-            f"checkpoint {checkpoint.path} does not fit the model:\n  "
-            + "\n  ".join(lines + more)
-            + "\nnothing was loaded; check that the checkpoint and the model's config belong together",
-            has_lines=True,
+            f"checkpoint {checkpoint.path} does not fit the model: {'; '.join(problems)}; nothing was loaded; check "
+            "that the checkpoint and the model's config belong together"
         )
 
 
-def _mismatches(slot: WeightSlot, info: TensorInfo) -> list[str]:
-    found = []
+def _find_prefix(names: Collection[str], expected: Collection[str]) -> str:
+    """The prefix that all names have, and without which one of them is expected; empty where there is none."""
+    first = next(iter(names), "")
+    for match in re.finditer(r"\.", first):
+        prefix = first[: match.end()]
+        is_shared = all(name.startswith(prefix) for name in names)
+        is_own = any(name.startswith(prefix) for name in expected)
+        if is_shared and not is_own and any(name.removeprefix(prefix) in expected for name in names):
+            return prefix
+    return ""
+
+
+def _shape_problems(slot: WeightSlot, info: TensorInfo) -> list[str]:
     layered = (len(slot.sources), *info.shape) == slot.shape
-    if not layered and (len(slot.sources) > 1 or info.shape != slot.shape):
-        expected = slot.shape if len(slot.sources) == 1 else slot.shape[1:]
-        found.append(f"{info.name}: shape {info.shape} in the file, expected {expected} for {slot.name}")
-    if _kind(getattr(torch, np.dtype(slot.dtype).name)) != _kind(info.dtype):
-        name = str(info.dtype).removeprefix("torch.")
-        found.append(f"{info.name}: dtype {name} in the file, expected {np.dtype(slot.dtype).name} for {slot.name}")
-    return found
+    if layered or (len(slot.sources) == 1 and info.shape == slot.shape):
+        return []
+    expected = slot.shape if len(slot.sources) == 1 else slot.shape[1:]
+    return [f"{info.name}: shape {info.shape} in the file, expected {expected} for {slot.name}"]
+
+
+def _dtype_problems(slot: WeightSlot, info: TensorInfo) -> list[str]:
+    if _kind(getattr(torch, np.dtype(slot.dtype).name)) == _kind(info.dtype):
+        return []
+    name = str(info.dtype).removeprefix("torch.")
+    return [f"{info.name}: dtype {name} in the file, expected {np.dtype(slot.dtype).name} for {slot.name}"]
 
 
 def _kind(dtype: torch.dtype) -> str:

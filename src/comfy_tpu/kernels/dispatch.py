@@ -95,10 +95,6 @@ def attention(
     shares_sequence = sizes.sp > 1 or (heads == 1 and sizes.tp > 1)
     sharded = strategy if shares_sequence else None
     implementation = choose_implementation(call, platform, chip, config, sharded=sharded)
-    on_every_device = placement is not None and placement.sizes.device_count > sizes.device_count
-    if on_every_device and implementation in ("splash", "hopper"):
-        # The partitioner takes no kernel of ours. Qwen2.5-VL sees 6,400 patches of an image at once, a million pixels.
-        implementation = "chunked"
     if query.size == 0:
         return jnp.zeros((batch, heads, queries, value_dim), query.dtype)
 
@@ -116,9 +112,21 @@ def attention(
         config=config,
         int8_scores=has_int8_scores(call, config, sharded=sharded),
     )
-    if placement is None or sizes.device_count == 1:
+    # The partitioner takes no kernel of ours. Qwen2.5-VL sees 6,400 patches of an image at once, a million pixels.
+    is_mapped = sizes.device_count > 1 or implementation in ("splash", "hopper")
+    if placement is None or placement.sizes.device_count == 1 or not is_mapped:
         return local(query, key, value, dataclasses.replace(masking, queries_end=queries_end), partial=False)[0]
-    return attention_over_mesh(query, key, value, masking, placement=placement, strategy=strategy, local=local)
+    return attention_over_mesh(
+        query,
+        key,
+        value,
+        masking,
+        placement=placement,
+        strategy=strategy,
+        # A single head (a VAE's) leaves tp nothing to divide.
+        divides_heads=heads > 1 and config.over_mesh,
+        local=local,
+    )
 
 
 def joint_attention(
@@ -205,7 +213,8 @@ def _local(
                 smooth_keys=config.smooth_keys,
             )
         else:
-            video = chunked_tiles(query, key, value, masking.tiles, lengths, scale=scale)
+            wide = _widen_for_cpu(platform, query, key, value)
+            video = chunked_tiles(*wide, masking.tiles, lengths, scale=scale).astype(query.dtype)
         if query.shape[2] == tokens:
             return video, None
         others, _ = _local(
@@ -242,8 +251,18 @@ def _local(
         ), None
     if implementation == "cudnn":
         return cudnn_attention(query, key, value, masking, scale=scale), None
-    out, logsumexp = chunked_attention(query, key, value, masking, scale=scale, single_chunk=implementation == "dense")
+    wide = _widen_for_cpu(platform, query, key, value)
+    out, logsumexp = chunked_attention(*wide, masking, scale=scale, single_chunk=implementation == "dense")
     return (out, logsumexp) if partial else (out.astype(query.dtype), None)
+
+
+def _widen_for_cpu(platform: Platform, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    """float32 for bfloat16 on a CPU: XLA of jax 0.12 refuses products with float32 results where it moved an operand's
+    transpose into them (UNIMPLEMENTED: DotThunk BF16 x BF16 = F32)."""
+    if platform != "cpu":
+        return query, key, value
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    return query.astype(dtype), key.astype(dtype), value.astype(dtype)
 
 
 def _check_tiles(masking: Masking, queries: int, keys: int) -> None:

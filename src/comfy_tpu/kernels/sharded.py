@@ -37,15 +37,16 @@ def attention_over_mesh(
     *,
     placement: Placement,
     strategy: Strategy,
+    divides_heads: bool,
     local: LocalAttention,
 ) -> Array:
+    """`divides_heads`: whether tp takes shares of the heads, or of the queries as sp does."""
     sizes = placement.sizes
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
     shards_keys = strategy != "whole_keys"
-    # A single head (a VAE's) leaves tp nothing to divide: it takes a share of the queries instead.
-    head_axis, query_axes = ("tp", ("sp",)) if heads > 1 else (None, ("sp", "tp"))
-    head_shards, query_shards = (sizes.tp, sizes.sp) if heads > 1 else (1, sizes.sp * sizes.tp)
+    head_axis, query_axes = ("tp", ("sp",)) if divides_heads else (None, ("sp", "tp"))
+    head_shards, query_shards = (sizes.tp, sizes.sp) if divides_heads else (1, sizes.sp * sizes.tp)
 
     copies = _kv_copies(heads, key.shape[1], head_shards * (sizes.sp if strategy == "ulysses" else 1))
     if copies > 1:

@@ -274,8 +274,9 @@ def _read(path: str) -> str:
         return ""
 
 
-def describe_sharding(sharding: Any) -> Any:
-    """A sharding of the program's own mesh, which is described once."""
-    if isinstance(sharding, NamedSharding):
+def describe_sharding(sharding: Any, mesh: Any) -> Any:
+    """A sharding over the program's own mesh, which is described once. A stored program does not check where its
+    arguments are, so that JAX compiles, and refuses, those on another mesh."""
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
         return [str(sharding.spec), sharding.memory_kind]
-    raise NotDescribableError(f"a {type(sharding).__name__}")
+    raise NotDescribableError(f"a {type(sharding).__name__} over other devices")

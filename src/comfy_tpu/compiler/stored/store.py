@@ -92,7 +92,13 @@ class ProgramStore:
         if jax.process_count() > 1:
             return None  # JAX's own cache knows how several processes share a program
         try:
-            parts = (describe(origin), describe_mesh(mesh), _describe_inputs(inputs), describe(options), environment())
+            parts = (
+                describe(origin),
+                describe_mesh(mesh),
+                _describe_inputs(inputs, mesh),
+                describe(options),
+                environment(),
+            )
         except NotDescribableError as error:
             logger.debug("%s is not stored: it depends on %s", name, error)
             return None
@@ -147,8 +153,8 @@ class ProgramStore:
         try:
             program = describe_calls(compiled, mesh)
             checksum = _checksum(read_cache_entry(path.read_bytes()))
-        except (NotDescribableError, AttributeError, OSError) as error:
-            # AttributeError: a JAX whose objects have other names. Its own cache still has the program.
+        except (NotDescribableError, AttributeError, ImportError, OSError) as error:
+            # AttributeError, ImportError: a JAX with other names. Its own cache still has the program.
             logger.info("%s is traced again in the next process (%s)", key, first_line(error))
             return
         self._files[key] = (path, self._entries.path(key))
@@ -169,10 +175,10 @@ def _checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _describe_inputs(inputs: Any) -> Any:
+def _describe_inputs(inputs: Any, mesh: Any) -> Any:
     arrays, static = inputs
     leaves, structure = jax.tree.flatten(arrays)
-    described = [[list(leaf.shape), leaf.dtype.name, describe_sharding(leaf.sharding)] for leaf in leaves]
+    described = [[list(leaf.shape), leaf.dtype.name, describe_sharding(leaf.sharding, mesh)] for leaf in leaves]
     values = [[name, type(value).__name__, describe(value)] for name, value in sorted(static.items())]
     return [str(structure), described, values]
 
