@@ -195,6 +195,20 @@ def config_errors(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what} cannot be used ({_short(error)}); download the model again") from error
 
 
+def import_error(what: str, error: Exception) -> UnsupportedError:
+    """The error about `what`, a part of a library, that does not import.
+
+    diffusers and transformers import lazily, and say only that they could not: the first failure is the reason.
+    """
+    cause: BaseException = error
+    while cause.__cause__ or cause.__context__:
+        cause = cause.__cause__ or cause.__context__ or cause
+    return UnsupportedError(
+        f"{what} cannot be imported here ({type(cause).__name__}: {cause}); mend that package, or remove it if nothing "
+        "needs it"
+    )
+
+
 @contextlib.contextmanager
 def trace_errors(part: str, model: str) -> Iterator[None]:
     """Turns any exception into TraceError while a part of a model is traced, where wrong values are first used."""

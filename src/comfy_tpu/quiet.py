@@ -1,4 +1,4 @@
-"""Handles warnings while tracing, loading and compiling, and restores the warning filters afterwards.
+"""Handles warnings while checking, tracing, loading and compiling, and restores the filters afterwards.
 
 `warnings` has one state for all threads, so `catch_warnings` in two threads at once leaves it changed for ever. Here
 the first thread that enters saves the state, and the last one that leaves restores it.
@@ -7,6 +7,7 @@ the first thread that enters saves the state, and the last one that leaves resto
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import threading
 import warnings
@@ -23,6 +24,9 @@ _IGNORED = (
     # From a configuration with a size of 0, which is refused in a sentence.
     "Initializing zero-element tensors is a no-op",
 )
+
+_LOGGERS = ("transformers.configuration_utils", "transformers.modeling_rope_utils")
+"""They warn of keys of configurations, which are checked here."""
 
 _lock = threading.Lock()
 _depth = 0
@@ -46,6 +50,8 @@ def quiet() -> Iterator[None]:
             for pattern in _handlers:
                 warnings.filterwarnings("always", message=pattern)
             warnings.showwarning = _show
+            for name in _LOGGERS:
+                logging.getLogger(name).addFilter(_is_error)
         _depth += 1
     try:
         yield
@@ -53,10 +59,16 @@ def quiet() -> Iterator[None]:
         with _lock:
             _depth -= 1
             if _depth == 0 and _saved is not None:
+                # A change by a function clears the record of warnings already shown, as catch_warnings does.
+                warnings.simplefilter("default")
                 warnings.filters[:], warnings.showwarning = _saved  # type: ignore[index]
                 _saved = None
-                # Clears the per-module record of warnings already shown, as catch_warnings does.
-                warnings._filters_mutated()  # type: ignore[attr-defined]
+                for name in _LOGGERS:
+                    logging.getLogger(name).removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def _show(message: Warning | str, category: type[Warning], *details: Any, **more: Any) -> None:

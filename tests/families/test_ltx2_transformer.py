@@ -190,7 +190,6 @@ def test_blocks_that_are_not_scanned_say_the_same() -> None:
             {"use_keyframes_abs_pos_embedding": True},
             r"is that of LTX-2\.5 .*; use LTX-2\.3 .* or LTX-2 ",
         ),
-        ({"shiny": True}, "has shiny, which this version of diffusers does not know"),
     ],
 )
 def test_what_is_not_understood_is_refused(changed: dict[str, Any], text: str) -> None:

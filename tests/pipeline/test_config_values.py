@@ -13,7 +13,7 @@ import pytest
 from comfy_tpu.cli.main import main
 from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.errors import CheckpointError, ComfyTpuError
-from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, ModelFiles
+from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, SHARED_PARTS_FILE, ModelFiles
 from comfy_tpu.pipeline.running_model import RunningModel
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_flux, small_flux2, small_hunyuan, small_hunyuan_image, small_ltx, wan_pipelines
@@ -36,6 +36,9 @@ def copied(source: Path, target: Path) -> Path:
             place.symlink_to(path.resolve())
     for path in source.glob("*.json"):
         shutil.copy(path, target)
+    shared = source / SHARED_PARTS_FILE
+    for part in json.loads(shared.read_text())["from_parent"] if shared.is_file() else ():
+        shutil.copytree(source.parent / part, target.parent / part)
     return target
 
 
@@ -78,7 +81,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     (TRANSFORMER, "ffn_dim", 10**18, r"the config.json of the transformer cannot be used \(\w+Error"),
     (TRANSFORMER, "ffn_dim", 10**30, "expected 18446744073709551615 at most"),
     (TRANSFORMER, "rope_max_seq_len", 10**9, r"asks for a table of shape \(1000000000,\)"),
-    (TRANSFORMER, "rope_max_seq_len", -1, "has rope_max_seq_len=-1, expected a whole number"),
+    (TRANSFORMER, "rope_max_seq_len", -1, r"transformer cannot be used \(RuntimeError: upper bound and lower bound"),
     (TRANSFORMER, "patch_size", [2, 2], r"has patch_size=\[2, 2\], expected 3 whole numbers"),
     (TRANSFORMER, "patch_size", [1, 0, 2], r"has patch_size=\[1, 0, 2\], expected 3 whole numbers"),
     (TRANSFORMER, "patch_size", 2, "has patch_size=2, expected 3 whole numbers"),
@@ -88,13 +91,13 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     (TRANSFORMER, "eps", float("nan"), "transformer.config.json: eps=nan is not a number; download the model again"),
     (TRANSFORMER, "cross_attn_norm", [], r"WanTransformer3DModel has cross_attn_norm=\[\], expected a value such as"),
     (TRANSFORMER, "qk_norm", 5, "WanTransformer3DModel has qk_norm=5, expected a value such as"),
-    (TRANSFORMER, "_class_name", [], r"describes a None, expected WanTransformer3DModel"),
+    (TRANSFORMER, "_class_name", "Other", r"describes a Other, expected WanTransformer3DModel"),
     (TRANSFORMER, "text_dim", "wide", "has text_dim='wide', expected a whole number"),
     (VAE, "z_dim", 10**9, "describes latents of 1000000000 channels, expected 1 to 65536"),
     (VAE, "z_dim", 0, "describes latents of 0 channels, expected 1 to 65536"),
-    (VAE, "z_dim", None, r"vae.config.json cannot be used \(TypeError"),
+    (VAE, "z_dim", None, "AutoencoderKLWan has z_dim=None, expected a value such as 16; download"),
     (VAE, "z_dim", 5, "4 means and 4 deviations for latents of 5 channels"),
-    (VAE, "latents_mean", None, r"vae.config.json cannot be used \(TypeError"),
+    (VAE, "latents_mean", None, "AutoencoderKLWan has latents_mean=None, expected a value such as"),
     (VAE, "latents_mean", [0.0], "1 means and 4 deviations for latents of 4 channels"),
     (VAE, "latents_std", [1.0, 1.0, 1.0, 0.0], "a deviation 0"),
     (VAE, "latents_std", [1.0, 1.0, 1.0, float("nan")], "a mean or deviation of the latents is infinite"),
@@ -107,11 +110,12 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     (TEXT, "d_model", 10**9, r"the config.json of the text_encoder (asks for weights|cannot be used)"),
     (TEXT, "vocab_size", -1, r"the config.json of the text_encoder cannot be used \(RuntimeError"),
     (TEXT, "num_layers", 10**6, r"the config.json of the text_encoder asks for (more than|weights with more)"),
-    (TEXT, "num_heads", None, "the config.json of the text_encoder has num_heads=None, expected a whole number from 1"),
-    (TEXT, "num_heads", True, "the config.json of the text_encoder has num_heads=True, expected a whole number from 1"),
+    (TEXT, "num_heads", None, r"text_encoder.config.json cannot be used \(.*'num_heads' expected int, got"),
+    (TEXT, "num_heads", True, r"text_encoder.config.json cannot be used \(.*'num_heads' expected int, got"),
     (TEXT, "dense_act_fn", "text", r"the config.json of the text_encoder cannot be used \(\w+"),
+    (TOKENIZER, "tokenizer_class", 5, "names the tokenizer 5, which transformers .* does not know; upgrade"),
     (TEXT, "architectures", 5, r"text_encoder.config.json cannot be used \(TypeError"),
-    ("model_index.json", "boundary_ratio", "half", "lacks transformer_2"),
+    ("model_index.json", "boundary_ratio", "half", "has boundary_ratio='half', expected a number; download"),
     ("generation.json", "height", None, "height=None is not a whole number; download the model again"),
     ("generation.json", "num_frames", 10**9, "expected 1048576 at most"),
     ("generation.json", "num_inference_steps", 0, "num_inference_steps=0 is not allowed"),
@@ -158,7 +162,6 @@ def test_what_is_wrong_with_the_vae_is_found_before_the_text_is_encoded(director
             r"the tokenizer of model=.* cannot be used \(ValueError",
         ),
         (TOKENIZER, "model_max_length", [], r"the tokenizer of model=.* cannot be used \(Type"),
-        (TOKENIZER, "tokenizer_class", 5, "has a tokenizer that cannot be read"),
         (TEXT, "vocab_size", 3, "gives token [0-9]+, and its text_encoder knows 3: they do not belong together"),
     ],
 )
@@ -191,7 +194,7 @@ def test_a_value_that_only_the_trace_meets_is_one_sentence(
         (TRANSFORMER, "rope_max_seq_len", 10**9, "asks for a table of shape (1000000000,), which no known model has"),
         (TRANSFORMER, "num_layers", 10**9, "has num_layers=1000000000, expected 1048576 at most"),
         (TRANSFORMER, "patch_size", [2], "has patch_size=[2], expected 3 whole numbers"),
-        (VAE, "z_dim", "text", "cannot be used (ValueError: invalid literal"),
+        (VAE, "z_dim", "text", "has z_dim='text', expected a value such as 16"),
     ],
 )
 def test_a_plan_has_limits_without_a_checkpoint(
@@ -232,6 +235,7 @@ def test_every_value_of_every_configuration(family: str, tmp_path: Path) -> None
     check(directory)
     components = [spec.name for spec in ModelFiles.open(directory).family.components]
     files = [*(f"{name}/config.json" for name in components), SCHEDULER, "model_index.json"]
+    files = [file for file in files if (directory / file).is_file()]  # of demo-image, the others are demo's
     problems, refused = [], 0
     for file in files:
         original = (directory / file).read_text()

@@ -24,6 +24,10 @@ def edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def drop(path: Path, key: str) -> None:
+    path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != key}))
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -72,6 +76,11 @@ def test_a_whole_directory_is_accepted(directory: Path) -> None:
             lambda d: edit(d / "transformer" / "config.json", _class_name="FluxTransformer2DModel"),
             CheckpointError,
             "describes a FluxTransformer2DModel, expected WanTransformer3DModel; this is not a Wan 2.1 transformer",
+        ),
+        (
+            lambda d: drop(d / "vae" / "config.json", "latents_mean"),
+            CheckpointError,
+            "vae.config.json cannot be used .KeyError: 'latents_mean'.; download the model again",
         ),
     ],
 )

@@ -24,7 +24,16 @@ FLAGS = ("--coordinator", "--num-processes", "--process-id", "--hosts-timeout")
 
 _SAME = (
     *("model", "mesh", "platform", "dtype", "quantize", "vae_backend", "tiny_vae", "transformer", "text_encoder"),
-    *("vae", "image_encoder", "attention", "attention_window", "attention_blocks", "dense_max_tokens", "fast"),
+    *(
+        "vae",
+        "image_encoder",
+        "attention",
+        "attention_window",
+        "attention_blocks",
+        "dense_max_tokens",
+        "fast",
+        "ignore_config_key",
+    ),
 )
 """Options that must be the same on all hosts. All others are those of the first host."""
 _INPUTS = (*MEDIA_FIELDS, "text", "latents", "lora")

@@ -54,7 +54,7 @@ class Option:
 
 
 SETTINGS = (
-    Option("negative_prompt", ("--negative-prompt",), "what the video should not show"),
+    Option("negative_prompt", ("--negative-prompt",), "what the video should not show; a space: nothing"),
     Option("height", ("--height",), "pixels"),
     Option("width", ("--width",), "pixels"),
     Option("num_frames", ("--num-frames",), "frames: ", card_texts.frame_counts),
@@ -166,6 +166,7 @@ FLAGS = {
     **{name: f"--{name.replace('_', '-')}" for name in ("upscale", "upscale_by", "upscale_strength", "upscale_steps")},
     "text_encoder": "--text-encoder",
     "image_encoder": "--image-encoder",
+    "ignore_config_key": "--ignore-config-key",
     "attention_window": "--attention-window",
     "attention_blocks": "--attention-blocks",
     "dense_max_tokens": "--dense-max-tokens",
@@ -273,7 +274,8 @@ def add_settings(
         "settings",
         f"Those of {from_input} hold where none is given here."
         if from_input
-        else f"A model has its own defaults; those of {card_texts.default_model().name} are shown.",
+        else f"Without a flag, or with an empty one, the model's own; those of {card_texts.default_model().name} are "
+        "shown.",
     )
     group.add_argument(
         "--size", metavar="NAME", help=f"height, width and flow shift by name: {card_texts.size_names()}"
@@ -382,6 +384,7 @@ def add_machine(parser: argparse.ArgumentParser, title: str = "machine") -> argp
         "neither, also with --fast",
     )
     _add_cache_dir(group)
+    add_ignored_keys(group)
     return group
 
 
@@ -390,6 +393,16 @@ def add_single_device(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machine")
     _add_platform(group)
     _add_cache_dir(group)
+
+
+def add_ignored_keys(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--ignore-config-key",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave out a key of the model's configurations that the installed libraries do not know; may be repeated",
+    )
 
 
 def _add_platform(group: argparse._ArgumentGroup) -> None:
@@ -649,7 +662,7 @@ def find_flag(field: str | None, names: Mapping[str, str]) -> str | None:
 
 def _add_setting(parser: argparse._ActionsContainer, option: Option, *, with_default: bool) -> None:
     default = getattr(card_texts.default_model().defaults, option.field)
-    shown = f" ({default})" if with_default and default != "" else ""
+    shown = f" ({default})" if with_default and default != "" and option.field not in TEXT_SETTINGS else ""
     parser.add_argument(
         *option.flags,
         dest=option.field,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from comfy_tpu.cli import card_texts
-from comfy_tpu.cli.options import CONTEXT_SETTINGS, add_context, path_parser
+from comfy_tpu.cli.options import CONTEXT_SETTINGS, add_context, add_ignored_keys, path_parser
 from comfy_tpu.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--preset", metavar="NAME", help=f"the settings of a preset: {card_texts.preset_names()} (default: none)"
     )
     add_context(parser)
+    add_ignored_keys(parser)
     parser.add_argument("--mesh", help="choose this layout instead of the best: dp=2,sp=4, or seed")
     parser.add_argument(
         "--export", type=path_parser("--export"), metavar="FILE", help="also write the program, to compile it elsewhere"
@@ -116,7 +117,7 @@ def _plan_from_model(arguments: argparse.Namespace) -> Plan:
     slice_ = parse_slice(arguments.tpu)
     if arguments.export is not None:
         check_export(arguments.export)
-    model = find_model(arguments.model)
+    model = find_model(arguments.model, arguments.ignore_config_key)
     if arguments.export is not None:
         check_conflicts([("export", arguments.export)], list_model_files(Path(arguments.model)))
     size = arguments.size or f"{model.defaults.width}x{model.defaults.height}x{model.defaults.num_frames}"

@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,13 @@ from comfy_tpu.families.context import window_counts
 from comfy_tpu.families.model_family import ModelFamily, SchedulerFactory
 from comfy_tpu.families.registry import find_model_card, load_family
 from comfy_tpu.families.settings import check_settings, make_settings
-from comfy_tpu.families.shared.config_checks import check_sizes
+from comfy_tpu.families.shared.config_checks import check_index, check_sizes, clean_config
+from comfy_tpu.families.variants import find_exact, find_similar
 from comfy_tpu.hub.download import Place, check_space, find_needed
 from comfy_tpu.hub.repository import open_repository
 from comfy_tpu.json_input import parse_json, read_json
 from comfy_tpu.parallel.workload import Workload
+from comfy_tpu.pipeline.config_files import check_configs, check_published, check_repository, find_class_name
 from comfy_tpu.pipeline.plain_tokenizer import PlainTokenizer
 from comfy_tpu.pipeline.preview_colours import PREVIEW_FILE, PreviewColours
 from comfy_tpu.pipeline.schedule import noise_levels
@@ -79,14 +81,25 @@ class ModelFiles:
     """The content of model_index.json."""
     shared_parts: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
     """Names of the folders and files that are kept in the directory above `directory`."""
+    hub_id: str = dataclasses.field(default="", kw_only=True)
+    """The published model that this is; "" for any other."""
+    ignored_keys: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
 
     @classmethod
-    def open(cls, model: str | Path, *, name: str | None = None, to_run: bool = True) -> ModelFiles:
+    def open(
+        cls,
+        model: str | Path,
+        *,
+        name: str | None = None,
+        to_run: bool = True,
+        ignored_keys: Collection[str] = (),
+    ) -> ModelFiles:
         """Opens a demo model, a directory, or a model by its hub id, downloading it unless it is in the hub's cache.
 
-        `name` replaces `model` in labels and messages. With `to_run=False`, configurations are enough.
+        `name` replaces `model` in labels and messages. With `to_run=False`, configurations are enough. `ignored_keys`:
+        see `RuntimeConfig.ignored_config_keys`.
         """
-        directory = _find(str(model))
+        directory = _find(str(model), ignored_keys)
         index = _read_json(directory / "model_index.json")
         shared = _read_shared_parts(directory)
         described = _part_path(directory, shared, "transformer/config.json")
@@ -98,7 +111,11 @@ class ModelFiles:
             if reason := card.refuses(transformer):
                 raise UnsupportedError(f"model={name or model}: {reason}", field="model")
             family = load_family(card.name)
-        files = cls(name or str(model), directory, family, index, shared_parts=shared)
+        label = name or str(model)
+        ignored = frozenset(ignored_keys)
+        hub_id = find_exact(card, (label, directory.name))
+        files = cls(label, directory, family, index, shared_parts=shared, hub_id=hub_id, ignored_keys=ignored)
+        check_index(index, [spec.name for spec in family.components], directory / "model_index.json", ignored)
         missing = [spec.name for spec in family.components if not files._config_path(spec).is_file()]
         folders = [folder for encoder in family.text.encoders for folder in encoder.folders if to_run]
         if to_run and family.media is not None and family.media.encoder is not None:
@@ -111,11 +128,11 @@ class ModelFiles:
                 field="model",
             )
         check_sizes(transformer, next(iter(family.card.published.values()), {}))
-        for spec in family.components:
-            files._check_architecture(spec)
-            if to_run:
-                files._check_weights(spec)
-        files._check_latents()
+        check_configs(family, index, files._read_optional_json, files.path, ignored_keys)
+        check_published((label, directory.name), card, files._read_optional_json, files.path)
+        for spec in family.components if to_run else ():
+            files._check_weights(spec)
+        _ = files.latent_statistics  # checks them
         return files
 
     def path(self, name: str) -> Path:
@@ -123,8 +140,19 @@ class ModelFiles:
         return _part_path(self.directory, self.shared_parts, name)
 
     def config(self, spec: ComponentSpec) -> dict[str, Any]:
-        """The component's configuration, without the keys that the library adds for itself."""
-        return {name: value for name, value in _read_json(self._config_path(spec)).items() if not name.startswith("_")}
+        """The component's configuration, without the keys that have no effect."""
+        return dict(self._configs[spec.name])
+
+    @functools.cached_property
+    def _configs(self) -> dict[str, dict[str, Any]]:
+        """The configurations by component."""
+        return {spec.name: self._clean_config(spec) for spec in self.family.components}
+
+    def _clean_config(self, spec: ComponentSpec) -> dict[str, Any]:
+        path = self._config_path(spec)
+        config = _read_json(path)
+        kept = clean_config(config, find_class_name(config, spec, self.index), path, self.ignored_keys)
+        return {name: value for name, value in kept.items() if not name.startswith("_")}
 
     def checkpoint(self, spec: ComponentSpec) -> WeightSource:
         return Checkpoint.open(self.path(spec.name))
@@ -169,13 +197,14 @@ class ModelFiles:
 
     @property
     def defaults(self) -> GenerationSettings:
-        """The family's defaults, replaced by those of the directory's files; generation.json takes precedence."""
-        path = self.path("generation.json")
+        """Those of the published model, or the family's, replaced by those of the directory's files; generation.json
+        takes precedence. A published model has its makers' values, whatever its conversion wrote into those files."""
+        card, path = self.family.card, self.path("generation.json")
         with config_errors(f"the scheduler_config.json or guider_config.json of model={self.name}"):
-            own = {
-                **self.family.scheduling.own_settings(self._read_optional_json),
-                **self._read_optional_json(path.name),
-            }
+            read = {} if self.hub_id else self.family.scheduling.own_settings(self._read_own)
+        names = (self.name, self.directory.name)
+        similar = self.hub_id or find_similar(card, names, self.config(self.family.transformer), read.get("flow_shift"))
+        own = {**card.own_defaults.get(similar, {}), **read, **self._read_optional_json(path.name)}
         if self.index.get("boundary_ratio") is not None:
             own.setdefault("boundary", self.index["boundary_ratio"])
         known = {field.name for field in dataclasses.fields(GenerationSettings)}
@@ -183,9 +212,9 @@ class ModelFiles:
             raise CheckpointError(
                 f"{path} names {unknown[0]}, which is no setting; settings are {', '.join(sorted(known))}"
             )
-        defaults = dataclasses.replace(self.family.card.defaults, **own)
+        defaults = dataclasses.replace(card.defaults, **own)
         try:
-            check_settings(defaults, self.family.card.limits)
+            check_settings(defaults, card.limits)
         except InvalidValueError as error:
             raise CheckpointError(
                 f"model={self.name} brings defaults that cannot be used, in its generation.json, model_index.json or "
@@ -231,7 +260,7 @@ class ModelFiles:
     def schedulers(self) -> Mapping[str, SchedulerFactory]:
         """Schedulers by their names: the directory's own, then the family's."""
         with self.scheduler_errors():
-            own = self.family.scheduling.own_schedulers(self._read_optional_json)
+            own = self.family.scheduling.own_schedulers(self._read_own)
         return {**self.family.scheduling.factories, **own}
 
     def scheduler(self, settings: GenerationSettings) -> Any:
@@ -317,6 +346,11 @@ class ModelFiles:
         path = self.path(name)
         return _read_json(path) if path.is_file() else {}
 
+    def _read_own(self, name: str) -> Mapping[str, Any]:
+        """A file of the scheduler or the guider, without the keys that have no effect."""
+        config = self._read_optional_json(name)
+        return clean_config(config, str(config.get("_class_name")), self.path(name), self.ignored_keys)
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """A fingerprint of configurations, tokenizers and three samples of each tensor; and of the scheduler, where the
@@ -324,7 +358,7 @@ class ModelFiles:
         digest = hashlib.sha256()
         folders = [spec.name for spec in self.family.components]
         folders += (folder for encoder in self.family.text.encoders for folder in encoder.folders)
-        if self.family.scheduling.own_schedulers(self._read_optional_json):
+        if self.family.scheduling.own_schedulers(self._read_own):
             folders.append("scheduler")
         for folder in folders:
             for path in sorted(self.path(folder).glob("*")):
@@ -348,23 +382,6 @@ class ModelFiles:
             raise CheckpointError(
                 f"model={self.name}: the weights of its {spec.name} cannot be used: {error}{advice}", field="model"
             ) from error
-
-    def _check_latents(self) -> None:
-        try:
-            _ = self.latent_statistics
-        except CheckpointError as error:
-            if not isinstance(error.__cause__, KeyError):  # what a configuration leaves out is as in diffusers
-                raise
-
-    def _check_architecture(self, spec: ComponentSpec) -> None:
-        config = _read_json(self._config_path(spec))
-        with config_errors(str(self._config_path(spec))):
-            found = config.get("_class_name") or next(iter(config.get("architectures") or []), None)
-        if found not in spec.classes:
-            raise CheckpointError(
-                f"{self._config_path(spec)} describes a {found}, expected {' or '.join(spec.classes)}; "
-                f"this is not a {self.family.name} {spec.name}"
-            )
 
 
 def _read_shared_parts(directory: Path) -> frozenset[str]:
@@ -419,7 +436,7 @@ def digest_tensors(path: Path, digest: Any) -> None:
                 digest.update(file.read(min(_SAMPLE_BYTES, end - start)))
 
 
-def _find(model: str) -> Path:
+def _find(model: str, ignored_keys: Collection[str]) -> Path:
     if not model:
         raise InvalidValueError(
             f'model is empty; give a directory, a hub id such as "owner/name", or "{DEMO_MODEL}"', field="model"
@@ -431,7 +448,7 @@ def _find(model: str) -> Path:
     if os.path.exists(model):  # noqa: PTH110
         raise InvalidValueError(f"model={model} is a file; give a model directory in diffusers' layout", field="model")
     if is_hub_id(model):
-        return _download(model)
+        return _download(model, ignored_keys)
     raise InvalidValueError(
         f'model={excerpt(model)} is not a directory; give one, a hub id such as "owner/name", or "{DEMO_MODEL}"',
         field="model",
@@ -468,9 +485,9 @@ def _find_download(model: str) -> Path | None:
         return None
 
 
-def _download(model: str) -> Path:
+def _download(model: str, ignored_keys: Collection[str]) -> Path:
     try:
-        return _download_files(model, _needed_names(model))
+        return _download_files(model, _needed_names(model, ignored_keys))
     except _DownloadError as error:
         raise CheckpointError(
             f"model={model} is not a directory here and could not be downloaded from the hub ({error}); check the "
@@ -479,14 +496,14 @@ def _download(model: str) -> Path:
         ) from error
 
 
-def _needed_names(model: str) -> list[str]:
+def _needed_names(model: str, ignored_keys: Collection[str]) -> list[str]:
     """The files that a model needs, without other forms of the same weights. Raises InvalidValueError where the disk
     has no room for them. Where the hub does not answer, patterns: what was downloaded earlier may be enough."""
     try:
         place = Place(open_repository(model))
-        needed = find_needed(place)
     except CheckpointError:
         return _DOWNLOAD_PATTERNS
+    needed = find_needed(place, functools.partial(check_repository, model=model, ignored=ignored_keys))
     check_space(place, needed)
     return [file.name for file in needed]
 
@@ -553,7 +570,8 @@ def _check_counts(path: Path, content: Mapping[str, Any]) -> None:
         if isinstance(value, float) and math.isnan(value):
             raise CheckpointError(f"{path}: {name}=nan is not a number; download the model again")
         limit = _COUNT_MAX if _COUNT.search(name) else _INTEGER_MAX
-        if isinstance(value, int) and abs(value) > limit:
+        # transformers writes int(1e30) as the length of a tokenizer without a limit.
+        if isinstance(value, int) and abs(value) > limit and name != "model_max_length":
             raise CheckpointError(
                 f"{path} has {name}={str(value)[:40]}, expected {limit} at most; download the model again"
             )

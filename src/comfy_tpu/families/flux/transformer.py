@@ -12,7 +12,6 @@ from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.packed_weights import PackedWeight, pack_features
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.families.card import Config
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.joint_streams import JointProcessor, concat_streams, split_streams, tp_size
 from comfy_tpu.families.shared.modulation import Modulation
 from comfy_tpu.families.shared.patches import as_latents, as_tokens
@@ -47,7 +46,6 @@ class JointBlock(torch.nn.Module):
 def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import FluxTransformer2DModel
 
-    refuse_unknown_keys(FluxTransformer2DModel, config)
     model: Any = FluxTransformer2DModel.from_config(dict(config))
     for block in model.transformer_blocks:
         block.attn.processor = JointProcessor()

@@ -15,8 +15,7 @@ from comfy_tpu.compiler.packed_weights import PackedWeight, pack_features, unpac
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
-from comfy_tpu.families.flux2.card import TRANSFORMER_DEV
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
+from comfy_tpu.families.flux2.card import FLUX2_DEV
 from comfy_tpu.families.shared.joint_streams import JointProcessor, concat_streams, split_streams, tp_size
 from comfy_tpu.families.shared.timesteps import round_guidance, round_timestep
 from comfy_tpu.parallel.rules import column, gather, replicate, row
@@ -69,7 +68,6 @@ class Modulation(torch.nn.Linear):
 def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import Flux2Transformer2DModel
 
-    refuse_unknown_keys(Flux2Transformer2DModel, config)
     model: Any = Flux2Transformer2DModel.from_config(dict(config))
     for block in model.transformer_blocks:
         block.attn.processor = JointProcessor()
@@ -83,8 +81,11 @@ def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     return built
 
 
+(_DEV,) = FLUX2_DEV.published.values()
+
+
 def _packed_weights(config: Config) -> tuple[PackedWeight, ...]:
-    config = {**TRANSFORMER_DEV, **config}
+    config = {**_DEV, **config}
     hidden = config["num_attention_heads"] * config["attention_head_dim"]
     ffn = int(hidden * config["mlp_ratio"])
     return (
@@ -136,7 +137,7 @@ TRANSFORMER = ComponentSpec(
 
 
 def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, tuple[int, ...]]:
-    return {"text": (settings.max_sequence_length, {**TRANSFORMER_DEV, **config}["joint_attention_dim"])}
+    return {"text": (settings.max_sequence_length, {**_DEV, **config}["joint_attention_dim"])}
 
 
 def prepare(module: Any, text: torch.Tensor, **references: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -11,14 +11,12 @@ import torch
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import Cache
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.parallel.rules import replicate
 
 
 def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import AutoencoderKLFlux2
 
-    refuse_unknown_keys(AutoencoderKLFlux2, config)
     model: Any = AutoencoderKLFlux2.from_config(dict(config))
     model.bn.num_batches_tracked = None  # a 64-bit count of training, which jax does not hold and nothing reads
     built: torch.nn.Module = model

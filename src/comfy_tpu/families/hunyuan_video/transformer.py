@@ -15,7 +15,6 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.hunyuan_video.text import GLYPH_TOKENS
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.modulation import Modulation
 from comfy_tpu.families.shared.patches import PatchEmbedding
 from comfy_tpu.parallel.rules import column, gather, replicate, row
@@ -84,7 +83,6 @@ def _merge_heads(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import HunyuanVideo15Transformer3DModel
 
-    refuse_unknown_keys(HunyuanVideo15Transformer3DModel, config)
     if config.get("use_meanflow"):
         raise UnsupportedError(
             "the transformer was distilled with MeanFlow (use_meanflow), which wants two timesteps; use a model without"

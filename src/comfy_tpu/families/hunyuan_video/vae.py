@@ -20,7 +20,6 @@ from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.config import MESH_AXES
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import Cache
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.parallel.rules import replicate
 
 SPATIAL_SCALE = 16
@@ -30,7 +29,6 @@ TEMPORAL_SCALE = 4
 def build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import AutoencoderKLHunyuanVideo15
 
-    refuse_unknown_keys(AutoencoderKLHunyuanVideo15, config)
     return AutoencoderKLHunyuanVideo15.from_config(dict(config))
 
 

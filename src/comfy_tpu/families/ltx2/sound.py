@@ -14,7 +14,6 @@ from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.ltx2 import card
 from comfy_tpu.families.model_family import Sound
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.parallel.rules import replicate
 
 _TIME_SCALE = _BINS_SCALE = 4
@@ -26,7 +25,6 @@ _LATENT_CHANNELS, _BINS = 8, 64
 def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import AutoencoderKLLTX2Audio
 
-    refuse_unknown_keys(AutoencoderKLLTX2Audio, config)
     rate = config.get("sample_rate", 16000) / config.get("mel_hop_length", 160) / _TIME_SCALE
     assert card.LTX2.sound is not None
     if rate != card.LTX2.sound.latents_per_second:
@@ -40,14 +38,12 @@ def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
 def _build_vocoder(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers.pipelines.ltx2 import LTX2Vocoder
 
-    refuse_unknown_keys(LTX2Vocoder, config)
     return LTX2Vocoder.from_config(dict(config))
 
 
 def _build_wideband_vocoder(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers.pipelines.ltx2 import LTX2VocoderWithBWE
 
-    refuse_unknown_keys(LTX2VocoderWithBWE, config)
     return LTX2VocoderWithBWE.from_config(dict(config))
 
 

@@ -14,7 +14,6 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import TextEncoder
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.language_models import language_rules, strip_language_prefix
 from comfy_tpu.parallel.rules import gather, replicate
 
@@ -123,7 +122,6 @@ def _fold(layers: Any, run: Callable[[Any, Any], tuple[Any, torch.Tensor]], carr
 def _build_connectors(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers.pipelines.ltx2 import LTX2TextConnectors
 
-    refuse_unknown_keys(LTX2TextConnectors, config)
     registers = [config.get(f"{kind}_connector_num_learnable_registers", 128) for kind in ("video", "audio")]
     if any(count != 128 for count in registers):
         raise UnsupportedError(

@@ -20,7 +20,6 @@ from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.ltx2.card import refuse_newer
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.first_frame import expand_to_tokens, replace_first_frame
 from comfy_tpu.families.shared.packed_sound import join_sound, split_sound
 from comfy_tpu.families.shared.rotary import join_axes
@@ -114,7 +113,6 @@ _BUFFERS = {
 def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import LTX2VideoTransformer3DModel
 
-    refuse_unknown_keys(LTX2VideoTransformer3DModel, config)
     _refuse_unsupported(config)
     model = LTX2VideoTransformer3DModel.from_config(dict(config))
     for block in model.transformer_blocks:

@@ -10,14 +10,12 @@ import torch
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.shared.all_frames_vae import check_scales
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.parallel.rules import replicate
 
 
 def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import AutoencoderKLLTX2Video
 
-    refuse_unknown_keys(AutoencoderKLLTX2Video, config)
     noise = config.get("decoder_inject_noise", False)
     if config.get("timestep_conditioning") or (any(noise) if isinstance(noise, (list, tuple)) else noise):
         raise UnsupportedError(

@@ -16,7 +16,6 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.shared.all_frames_vae import SPATIAL_SCALE, TEMPORAL_SCALE
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.first_frame import expand_to_tokens, replace_first_frame
 from comfy_tpu.families.shared.rotary import join_axes
 from comfy_tpu.parallel.rules import column, gather, replicate, row
@@ -68,7 +67,6 @@ def _project(attn: Any, out: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import LTXVideoTransformer3DModel
 
-    refuse_unknown_keys(LTXVideoTransformer3DModel, config)
     patch = tuple(config.get(name, 1) for name in ("patch_size_t", "patch_size", "patch_size"))
     if patch != (1, 1, 1):
         raise UnsupportedError(

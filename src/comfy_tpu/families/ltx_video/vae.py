@@ -10,14 +10,12 @@ import torch
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.shared.all_frames_vae import check_scales
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.parallel.rules import replicate
 
 
 def build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import AutoencoderKLLTXVideo
 
-    refuse_unknown_keys(AutoencoderKLLTXVideo, config)
     if any(config.get("decoder_inject_noise", ())):
         raise UnsupportedError(
             "the VAE adds random noise while it decodes (decoder_inject_noise, LTX-Video 0.9.1), which is not "

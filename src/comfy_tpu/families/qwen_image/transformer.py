@@ -13,7 +13,6 @@ from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.model_family import GuidanceInputs
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.modulation import Modulation
 from comfy_tpu.families.shared.patches import as_latents, as_tokens
 from comfy_tpu.parallel.rules import column, gather, replicate, row
@@ -117,7 +116,6 @@ def _modulate(x: torch.Tensor, shift_and_scale: Sequence[torch.Tensor]) -> torch
 def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import QwenImageTransformer2DModel
 
-    refuse_unknown_keys(QwenImageTransformer2DModel, config)
     if other := [name for name in ("use_additional_t_cond", "use_layer3d_rope", "guidance_embeds") if config.get(name)]:
         raise UnsupportedError(
             f"the transformer has {other[0]}, as Qwen-Image-Layered or a distilled model does; use Qwen-Image, "

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import Cache
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.parallel.rules import replicate
 
 
@@ -37,7 +36,6 @@ def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import AutoencoderKLQwenImage
     from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 
-    refuse_unknown_keys(AutoencoderKLQwenImage, config)
     model: Any = AutoencoderKLQwenImage.from_config(dict(config))
     for name, part in list(model.named_modules()):
         if isinstance(part, QwenImageCausalConv3d):

@@ -10,14 +10,12 @@ import torch
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import Cache, Vae
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.parallel.rules import replicate
 
 
 def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import AutoencoderKL
 
-    refuse_unknown_keys(AutoencoderKL, config)
     return AutoencoderKL.from_config(dict(config))
 
 

@@ -12,7 +12,6 @@ from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import SCHEDULER_FILE, Config
 from comfy_tpu.families.model_family import SchedulerFactory
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 
 
 def module_of(class_name: str, known: Config | None = None) -> Callable[[Config], torch.nn.Module]:
@@ -26,7 +25,6 @@ def module_of(class_name: str, known: Config | None = None) -> Callable[[Config]
         import diffusers
 
         model_class: Any = getattr(diffusers, class_name)
-        refuse_unknown_keys(model_class, config)
         for name, value in (known or {}).items():
             if config.get(name, value) != value:
                 raise UnsupportedError(

@@ -14,7 +14,6 @@ from comfy_tpu.errors import CheckpointError, UnsupportedError
 from comfy_tpu.families.card import SCHEDULER_FILE, Config
 from comfy_tpu.families.model_family import SchedulerFactory
 from comfy_tpu.families.settings import parse_sigmas
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 
 
 def unipc(settings: GenerationSettings) -> Any:
@@ -107,7 +106,6 @@ def token_shift_schedulers(config: Config, tokens: Callable[[GenerationSettings]
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         known = {name: value for name, value in config.items() if not name.startswith("_")}
-        refuse_unknown_keys(FlowMatchEulerDiscreteScheduler, known)
         scheduler = FlowMatchEulerDiscreteScheduler(**known | {"use_dynamic_shifting": False, "shift": 1.0})
         scheduler.set_shift(shifted(settings).flow_shift)
         steps = settings.num_inference_steps

@@ -14,7 +14,6 @@ from comfy_tpu.bridge import StackedLayers, constrain, scan, scan_groups, scan_l
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import MESH_AXES
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.patches import PatchEmbedding
 from comfy_tpu.families.wan import image as wan_image
 from comfy_tpu.families.wan import transformer
@@ -27,7 +26,6 @@ _FACES = 8
 def build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import WanAnimateTransformer3DModel
 
-    refuse_unknown_keys(WanAnimateTransformer3DModel, config)
     model: Any = WanAnimateTransformer3DModel.from_config(dict(config))
     layers, every = model.config.num_layers, model.config.inject_face_latents_blocks
     if layers % every:

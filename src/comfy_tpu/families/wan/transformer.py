@@ -14,7 +14,6 @@ from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import Config
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.patches import PatchEmbedding
 from comfy_tpu.parallel.rules import column, gather, replicate, row
 
@@ -69,7 +68,6 @@ def keys_and_values(attn: Any, context: torch.Tensor) -> tuple[torch.Tensor, tor
 def build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import WanTransformer3DModel
 
-    refuse_unknown_keys(WanTransformer3DModel, config)
     model = WanTransformer3DModel.from_config(dict(config))
     model.patch_embedding = PatchEmbedding.like(model.patch_embedding)
     set_processors(model.blocks)

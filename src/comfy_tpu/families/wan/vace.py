@@ -11,7 +11,6 @@ import torch
 from comfy_tpu.bridge import StackedLayers, scan_groups, scan_layers
 from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.patches import PatchEmbedding
 from comfy_tpu.families.wan import transformer
 from comfy_tpu.parallel.rules import gather, replicate
@@ -20,7 +19,6 @@ from comfy_tpu.parallel.rules import gather, replicate
 def build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import WanVACETransformer3DModel
 
-    refuse_unknown_keys(WanVACETransformer3DModel, config)
     model: Any = WanVACETransformer3DModel.from_config(dict(config))
     layers, count = list(model.config.vace_layers), model.config.num_layers
     if count % len(layers) or layers != list(range(0, count, count // len(layers))):

@@ -10,7 +10,6 @@ import torch
 from comfy_tpu.compiler.component import ComponentSpec
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import Cache
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.parallel.rules import replicate
 
 SPATIAL_SCALE, TEMPORAL_SCALE = 8, 4
@@ -20,7 +19,6 @@ SPATIAL_SCALE, TEMPORAL_SCALE = 8, 4
 def _build_vae(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import AutoencoderKLWan
 
-    refuse_unknown_keys(AutoencoderKLWan, config)
     model = AutoencoderKLWan.from_config(dict(config))
     _pad_in_convolutions(model)
     return model

@@ -20,7 +20,6 @@ from comfy_tpu.compiler.stacking import LayerStack
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.model_family import GuidanceInputs
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.shared.joint_streams import concat_streams, split_streams
 from comfy_tpu.families.shared.modulation import Modulation
 from comfy_tpu.parallel.rules import column, gather, replicate, row
@@ -62,7 +61,6 @@ class SingleStreamProcessor:
 def _build_transformer(config: Mapping[str, Any]) -> torch.nn.Module:
     from diffusers import ZImageTransformer2DModel
 
-    refuse_unknown_keys(ZImageTransformer2DModel, config)
     if config.get("siglip_feat_dim") is not None:
         raise UnsupportedError(
             "the transformer reads images beside the prompt (siglip_feat_dim), as Z-Image Omni does; use Z-Image or "

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from comfy_tpu.distribution import install_command
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.model_family import VaeFunctions
 from comfy_tpu.parallel.placement import Placement
@@ -49,5 +50,5 @@ def _flax_import_errors() -> Iterator[None]:
         if error.name is None or error.name.partition(".")[0] != "flax":
             raise
         raise UnsupportedError(
-            "the Flax NNX VAE needs flax, which is not installed; run `pip install 'comfy-tpu[nnx]'`"
+            f"the Flax NNX VAE needs flax, which is not installed; run `{install_command('nnx')}`"
         ) from error

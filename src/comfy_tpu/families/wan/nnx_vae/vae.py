@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from comfy_tpu.errors import UnsupportedError
-from comfy_tpu.families.shared.config_checks import refuse_unknown_keys
 from comfy_tpu.families.wan.nnx_vae.layers import (
     AttentionBlock,
     Cache,
@@ -45,7 +44,6 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     """Parses a config.json; missing values have diffusers' defaults."""
     from diffusers import AutoencoderKLWan
 
-    refuse_unknown_keys(AutoencoderKLWan, config)
     defaults = {name: option.default for name, option in inspect.signature(AutoencoderKLWan).parameters.items()}
     told = {**defaults, **config}
     if told["is_residual"] or told["patch_size"] is not None:
