@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.wan_directory import write_small_files
-from comfy_tpu.families.wan.card import TRANSFORMER_14B
+from comfy_tpu.families.wan.card import WAN21
 
 UMT5_XXL = {"d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "d_kv": 64, "vocab_size": 256384}
 
@@ -19,7 +19,7 @@ def make_blank_model(directory: Path) -> None:
     from transformers import UMT5Config, UMT5EncoderModel
 
     with torch.device("meta"):
-        transformer = WanTransformer3DModel(**TRANSFORMER_14B)
+        transformer = WanTransformer3DModel(**WAN21.published["Wan-AI/Wan2.1-T2V-14B-Diffusers"])
         vae = AutoencoderKLWan()
         text = UMT5EncoderModel(UMT5Config(**UMT5_XXL))
     for name, module, file in (

@@ -8,7 +8,7 @@ from comfy_tpu.families.ltx_video import model as ltx_model
 from comfy_tpu.families.ltx_video import text as ltx_text
 from comfy_tpu.families.ltx_video import vae as ltx_vae
 from comfy_tpu.families.shared import all_frames_vae
-from comfy_tpu.families.shared.published_configs import T5_XXL
+from comfy_tpu.families.shared.published import part_configs
 from comfy_tpu.families.shared.text_encoders import t5_component
 from comfy_tpu.parallel.mesh import abstract_placement
 from tests.lowering import INT32, array, component, facts, lower_step
@@ -20,8 +20,12 @@ COLUMNS = (None, None, None, None, MESH_AXES)
 def lower_programs(width: int, height: int, frames: int) -> dict[str, Any]:
     latent = (1, 128, (frames - 1) // 8 + 1, height // 32, width // 32)
     config, settings = ltx_model.LTX_VIDEO.card.published["Lightricks/LTX-Video"], ltx_model.LTX_VIDEO.card.defaults
+    configs = part_configs("comfy_tpu.families.ltx_video", "Lightricks/LTX-Video")
     programs = {}
-    encoder, tokens = component(t5_component("text_encoder"), T5_XXL, PLACEMENT), array(2, 128, dtype=INT32)
+    encoder, tokens = (
+        component(t5_component("text_encoder"), configs["text_encoder"], PLACEMENT),
+        array(2, 128, dtype=INT32),
+    )
     programs["encode_text"] = encoder.program(ltx_text.encode_text).export(
         "tpu", encoder.abstract_weights(), input_ids=tokens, attention_mask=tokens
     )
@@ -32,7 +36,7 @@ def lower_programs(width: int, height: int, frames: int) -> dict[str, Any]:
         made = lower_step(ltx_model.LTX_VIDEO, config, settings, PLACEMENT, latent[1], given)
         programs |= {f"{program}{name}": exported for program, exported in made.items()}
 
-    vae = component(ltx_vae.VAE, {}, PLACEMENT)
+    vae = component(ltx_vae.VAE, configs["vae"], PLACEMENT)
     programs["decode_frame"] = vae.program(all_frames_vae.decode_frame, input_axes={"latent": COLUMNS}).export(
         "tpu", vae.abstract_weights(), latent=array(*latent), cache=None
     )

@@ -7,8 +7,8 @@ from comfy_tpu.config import MESH_AXES, MeshSizes
 from comfy_tpu.families.ltx2 import model as ltx2_model
 from comfy_tpu.families.ltx2 import text as ltx2_text
 from comfy_tpu.families.ltx2 import vae as ltx2_vae
-from comfy_tpu.families.ltx2.reference import REFERENCES
 from comfy_tpu.families.shared import all_frames_vae
+from comfy_tpu.families.shared.published import part_configs
 from comfy_tpu.parallel.mesh import abstract_placement
 from tests.lowering import INT32, array, component, facts, lower_step
 
@@ -19,7 +19,7 @@ def lower_programs(name: str, width: int, height: int, frames: int, chip: str, s
     placement = abstract_placement(sizes, platform="tpu", chip=chip)
     family = ltx2_model.MODELS[name]
     hub_id, config = next(iter(family.card.published.items()))
-    configs = REFERENCES[hub_id].configs
+    configs = part_configs("comfy_tpu.families.ltx2", hub_id)
     settings = dataclasses.replace(family.card.defaults, height=height, width=width, num_frames=frames)
     settings = dataclasses.replace(settings, stg_scale=1.0)
     latent = (1, 128, family.card.latent_frames(settings), height // 32, width // 32)
@@ -50,7 +50,7 @@ def lower_programs(name: str, width: int, height: int, frames: int, chip: str, s
     )
     sound = family.sound
     assert sound is not None
-    audio_vae, vocoder = component(sound.vae, {}, placement), component(sound.vocoder, {}, placement)
+    audio_vae, vocoder = (component(spec, configs[spec.name], placement) for spec in (sound.vae, sound.vocoder))
     count = family.card.sound_tokens(settings)
     programs["decode sound"] = audio_vae.program(sound.decode).export(
         "tpu", audio_vae.abstract_weights(), latents=array(1, count, 128)

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any
 
 from comfy_tpu.config import MESH_AXES, MeshSizes
-from comfy_tpu.families.qwen_image.reference import REFERENCES
 from comfy_tpu.families.qwen_image.text import EDIT_TEMPLATE_TOKENS, TEMPLATE_TOKENS
 from comfy_tpu.families.registry import load_families
+from comfy_tpu.families.shared.published import part_configs
 from comfy_tpu.parallel.mesh import abstract_placement
 from tests.lowering import INT32, array, component, facts, lower_step
 
@@ -16,7 +16,10 @@ _COLUMNS = (None, None, None, None, MESH_AXES)
 def lower_programs(hub_id: str, chip: str, sizes: MeshSizes) -> dict[str, Any]:
     """Of one square image, where the model sees images."""
     (family,) = (family for family in load_families() if hub_id in family.card.published)
-    parts, placement = REFERENCES[hub_id].configs, abstract_placement(sizes, platform="tpu", chip=chip)
+    parts, placement = (
+        part_configs("comfy_tpu.families.qwen_image", hub_id),
+        abstract_placement(sizes, platform="tpu", chip=chip),
+    )
     settings = dataclasses.replace(family.card.defaults, height=1024, width=1024)
     programs = lower_step(family, family.card.published[hub_id], settings, placement, 16)
 

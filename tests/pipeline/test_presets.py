@@ -257,6 +257,14 @@ def test_a_report_of_a_published_model_needs_no_download(tmp_path: Path) -> None
     assert "use a LoRA made for this size of Wan 2.1" in narrow.problem
 
 
+def test_a_lora_of_another_model_is_refused_before_a_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comfy_tpu.pipeline.model_files._find_download", lambda model: None)
+    monkeypatch.setattr("comfy_tpu.pipeline.model_files._download", lambda *_: pytest.fail("a download begins"))
+    path = write(tmp_path / "a.safetensors", lightning())
+    with pytest.raises(InvalidValueError, match=r"use a LoRA made for this size of Wan 2\.1"):
+        VideoPipeline.open("Wan-AI/Wan2.1-T2V-14B-Diffusers", RuntimeConfig(mesh="single"), loras=[Lora(path)])
+
+
 def test_a_lora_in_use_is_one_line(directory: Path) -> None:
     pipeline = VideoPipeline.open(directory, RuntimeConfig(mesh="single"), preset="4step")
     (line,) = (summarize(lora, pipeline.preset.presets) for lora in pipeline.loras.opened)

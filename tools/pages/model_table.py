@@ -49,10 +49,13 @@ def format_row(cells: Iterable[str]) -> str:
 
 
 def _defaults(model: ModelCard, words: Json) -> str:
-    own = model.defaults
+    """Of each hub id, where they differ."""
     wording = words["defaults_image" if model.makes_images else "defaults"]
-    size = words["size"].format(width=own.width, height=own.height)
-    return str(wording.format(size=size, frames=own.num_frames, steps=own.num_inference_steps))
+    found = {}
+    for own in map(model.defaults_of, model.published):
+        size = words["size"].format(width=own.width, height=own.height)
+        found[wording.format(size=size, frames=own.num_frames, steps=own.num_inference_steps)] = None
+    return "<br>".join(found)
 
 
 def _given(model: ModelCard, words: Json) -> str:

@@ -17,6 +17,7 @@ from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.reference import Reference, load_references
 from comfy_tpu.families.registry import family_cards, find_family_card, find_published, load_family, model_cards
 from comfy_tpu.families.settings import parse_size
+from comfy_tpu.families.shared.published import part_configs
 from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, ModelFiles
 from comfy_tpu.pipeline.step import is_guided
@@ -54,8 +55,7 @@ class BenchModel:
         name = self.family.transformer.name if spec in self.family.denoiser.transformers else spec.name
         if name not in self.configs:
             raise UnsupportedError(
-                f"model={self.name}: the configuration of its {name} is not built in; give a model directory, or add "
-                "it to the reference.py of the family",
+                f"model={self.name}: the configuration of its {name} is not built in; give a model directory",
                 field="model",
             )
         return self.configs[name]
@@ -145,11 +145,15 @@ def find_bench_model(model: str) -> BenchModel:
 
 def _published_model(hub_id: str, card: ModelCard) -> BenchModel:
     family, reference = load_family(card.name), load_references(find_family_card(card))[0].get(hub_id)
-    configs = {**(reference.configs if reference else {}), family.transformer.name: card.published[hub_id]}
-    sizes = [card.defaults] if card.makes_images else [parse_size(name, card, card.defaults) for name in card.sizes]
-    ordered = sorted(sizes or [card.defaults], key=lambda size: size.height * size.width)
+    configs = {
+        **part_configs(find_family_card(card).package, hub_id),
+        family.transformer.name: card.published[hub_id],
+    }
+    defaults = card.defaults_of(hub_id)
+    sizes = [defaults] if card.makes_images else [parse_size(name, card, defaults) for name in card.sizes]
+    ordered = sorted(sizes or [defaults], key=lambda size: size.height * size.width)
     names = tuple(f"{size.width}x{size.height}x{size.num_frames}" for size in ordered)
-    return BenchModel(hub_id, family, configs, card.defaults, reference, names)
+    return BenchModel(hub_id, family, configs, defaults, reference, names)
 
 
 def _small_model(family: FamilyCard) -> BenchModel:

@@ -1,4 +1,4 @@
-"""How diffusers itself runs a model, and the published configurations that the card leaves out.
+"""How diffusers itself runs a model.
 
 A family's directory may have a `reference.py` with `REFERENCES`, by hub id, and `SMALL`: by component, the values in
 which a small model differs from the family's first published one. Benchmarks read it; running a model does not.
@@ -42,8 +42,6 @@ class Reference:
     predict: Callable[..., torch.Tensor]
     """(diffusers' transformer, latents, timestep, guidance_scale, settings, **embeddings) -> velocity, by diffusers'
     own forward, called as its pipeline does. Dtypes are those of the transformer's weights."""
-    configs: Mapping[str, Config]
-    """Configurations of the components besides the transformer, by name."""
     decode: Callable[[Any, torch.Tensor], torch.Tensor] = decode_video
     """(diffusers' VAE, latents in the VAE's own scale) -> pixels [batch, 3, frames, height, width] in -1..1."""
     encode: Callable[[Any, torch.Tensor], torch.Tensor] = encode_video

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from comfy_tpu.errors import InvalidValueError, config_errors
 from comfy_tpu.families.card import Preset
 from comfy_tpu.families.context import window_counts
 from comfy_tpu.families.model_family import ModelFamily
-from comfy_tpu.families.registry import find_published, load_family, model_cards
+from comfy_tpu.families.registry import find_family_card, find_published, load_family, model_cards
+from comfy_tpu.families.shared.published import part_configs
 from comfy_tpu.parallel.workload import Workload
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, ModelFiles
 from comfy_tpu.pipeline.step import abstract_embeddings
@@ -60,13 +61,13 @@ class PlannedModel:
         return config_errors(f"the config.json of the transformer of model={self.name}")
 
 
-def find_model(model: str) -> PlannedModel:
+def find_model(model: str, ignored_keys: Sequence[str] = ()) -> PlannedModel:
     """Finds a demo model, a directory, or a model whose configuration is built in, by its hub id or the id's last part.
 
     Nothing is downloaded, and of a directory only the JSON files are read.
     """
     if model in DEMO_DIRECTORIES or Path(model).is_dir():
-        files = ModelFiles.open(model, to_run=False)
+        files = ModelFiles.open(model, to_run=False, ignored_keys=ignored_keys)
         family = files.family
         return PlannedModel(
             files.name,
@@ -78,7 +79,9 @@ def find_model(model: str) -> PlannedModel:
         )
     if published := find_published(model):
         name, card = published
-        return PlannedModel(name, load_family(card.name), card.published[name], card.defaults, presets=card.presets)
+        vae = part_configs(find_family_card(card).package, name).get("vae", {})
+        family = load_family(card.name)
+        return PlannedModel(name, family, card.published[name], card.defaults_of(name), vae, card.presets)
     known = [name for card in model_cards() for name in card.published]
     raise InvalidValueError(
         f"MODEL {model} is neither a directory nor a model whose configuration is built in; give a directory in "

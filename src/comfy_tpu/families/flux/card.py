@@ -5,20 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Preset, Words
-
-TRANSFORMER: Config = {
-    "patch_size": 1,
-    "in_channels": 64,
-    "num_layers": 19,
-    "num_single_layers": 38,
-    "attention_head_dim": 128,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 4096,
-    "pooled_projection_dim": 768,
-    "axes_dims_rope": (16, 56, 56),
-}
-"""The configuration of dev, with diffusers' defaults for values that config.json leaves out."""
+from comfy_tpu.families.card import FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Preset, Words
+from comfy_tpu.families.shared.published import transformer_configs
 
 FLUX_DEV = ModelCard(
     name="Flux.1 dev",
@@ -45,7 +33,7 @@ FLUX_DEV = ModelCard(
     spatial_scale=8,
     temporal_scale=1,
     encodes_results=True,
-    published={"black-forest-labs/FLUX.1-dev": {**TRANSFORMER, "guidance_embeds": True}},
+    published=transformer_configs(__package__, "black-forest-labs/FLUX.1-dev"),
     licences={"black-forest-labs/FLUX.1-dev": "FLUX.1 [dev] Non-Commercial"},
     guidance="embedded",
     presets={
@@ -73,7 +61,7 @@ FLUX_SCHNELL = dataclasses.replace(
     name="Flux.1 schnell",
     matches=lambda index, config: not config.get("guidance_embeds"),
     defaults=dataclasses.replace(FLUX_DEV.defaults, num_inference_steps=4, guidance_scale=0.0, max_sequence_length=256),
-    published={"black-forest-labs/FLUX.1-schnell": {**TRANSFORMER, "guidance_embeds": False}},
+    published=transformer_configs(__package__, "black-forest-labs/FLUX.1-schnell"),
     licences={"black-forest-labs/FLUX.1-schnell": "Apache 2.0"},
     guidance="none",
     presets={

@@ -11,7 +11,7 @@ from comfy_tpu.families.card import Config
 from comfy_tpu.families.flux import card
 from comfy_tpu.families.reference import Reference, decode_image, encode_image
 from comfy_tpu.families.shared.patches import as_latents, as_tokens
-from comfy_tpu.families.shared.published_configs import CLIP_L, IMAGE_VAE, IMAGE_VAE_SMALL, T5_SMALL, T5_XXL
+from comfy_tpu.families.shared.small_configs import IMAGE_VAE_SMALL, T5_SMALL
 
 
 def predict(
@@ -41,11 +41,8 @@ def predict(
     return as_latents(tokens, height, width)
 
 
-_PARTS: dict[str, Config] = {"text_encoder": CLIP_L, "text_encoder_2": T5_XXL, "vae": IMAGE_VAE}
 REFERENCES = {
-    hub_id: Reference(predict, _PARTS, decode_image, encode_image)
-    for model in card.CARD.models
-    for hub_id in model.published
+    hub_id: Reference(predict, decode_image, encode_image) for model in card.CARD.models for hub_id in model.published
 }
 SMALL: dict[str, Config] = {
     "transformer": {

@@ -5,37 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Preset, Words
-
-TRANSFORMER_DEV: Config = {
-    "patch_size": 1,
-    "in_channels": 128,
-    "num_layers": 8,
-    "num_single_layers": 48,
-    "attention_head_dim": 128,
-    "num_attention_heads": 48,
-    "joint_attention_dim": 15360,
-    "timestep_guidance_channels": 256,
-    "mlp_ratio": 3.0,
-    "axes_dims_rope": (32, 32, 32, 32),
-    "rope_theta": 2000,
-    "guidance_embeds": True,
-}
-"""The configuration of dev, with diffusers' defaults for values that config.json leaves out."""
-_TRANSFORMER_9B: Config = {
-    **TRANSFORMER_DEV,
-    "num_single_layers": 24,
-    "num_attention_heads": 32,
-    "joint_attention_dim": 12288,
-    "guidance_embeds": False,
-}
-_TRANSFORMER_4B: Config = {
-    **_TRANSFORMER_9B,
-    "num_layers": 5,
-    "num_single_layers": 20,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 7680,
-}
+from comfy_tpu.families.card import FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Preset, Words
+from comfy_tpu.families.shared.published import transformer_configs
 
 _NON_COMMERCIAL = "FLUX Non-Commercial"
 
@@ -63,7 +34,7 @@ FLUX2_DEV = ModelCard(
     spatial_scale=16,
     temporal_scale=1,
     encodes_results=True,
-    published={"black-forest-labs/FLUX.2-dev": TRANSFORMER_DEV},
+    published=transformer_configs(__package__, "black-forest-labs/FLUX.2-dev"),
     licences={"black-forest-labs/FLUX.2-dev": _NON_COMMERCIAL},
     guidance="embedded",
     presets={
@@ -90,10 +61,9 @@ FLUX2_KLEIN = dataclasses.replace(
     pipeline_classes=("Flux2KleinPipeline",),
     matches=lambda index, config: bool(index.get("is_distilled")),
     defaults=dataclasses.replace(FLUX2_DEV.defaults, num_inference_steps=4, guidance_scale=1.0),
-    published={
-        "black-forest-labs/FLUX.2-klein-4B": _TRANSFORMER_4B,
-        "black-forest-labs/FLUX.2-klein-9B": _TRANSFORMER_9B,
-    },
+    published=transformer_configs(
+        __package__, "black-forest-labs/FLUX.2-klein-4B", "black-forest-labs/FLUX.2-klein-9B"
+    ),
     licences={
         "black-forest-labs/FLUX.2-klein-4B": "Apache 2.0",
         "black-forest-labs/FLUX.2-klein-9B": _NON_COMMERCIAL,
@@ -109,10 +79,9 @@ FLUX2_KLEIN_BASE = dataclasses.replace(
     name="Flux.2 klein base",
     matches=lambda index, config: not index.get("is_distilled"),
     defaults=FLUX2_DEV.defaults,
-    published={
-        "black-forest-labs/FLUX.2-klein-base-4B": _TRANSFORMER_4B,
-        "black-forest-labs/FLUX.2-klein-base-9B": _TRANSFORMER_9B,
-    },
+    published=transformer_configs(
+        __package__, "black-forest-labs/FLUX.2-klein-base-4B", "black-forest-labs/FLUX.2-klein-base-9B"
+    ),
     licences={
         "black-forest-labs/FLUX.2-klein-base-4B": "Apache 2.0",
         "black-forest-labs/FLUX.2-klein-base-9B": _NON_COMMERCIAL,

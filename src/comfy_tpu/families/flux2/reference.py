@@ -11,25 +11,6 @@ from comfy_tpu.families.card import Config
 from comfy_tpu.families.flux2 import card
 from comfy_tpu.families.flux2.vae import statistics
 from comfy_tpu.families.reference import Reference, encode_image
-from comfy_tpu.families.shared.published_configs import QWEN3_4B
-
-_MISTRAL: Config = {
-    "text_config": {
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "model_type": "mistral",
-        "vocab_size": 131072,
-        "hidden_size": 5120,
-        "intermediate_size": 32768,
-        "num_hidden_layers": 40,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e9},
-        "sliding_window": None,
-    },
-}
-_QWEN_8B: Config = {**QWEN3_4B, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
 
 
 def predict(
@@ -75,17 +56,7 @@ def encode(module: Any, pixels: torch.Tensor) -> torch.Tensor:
     return ((patches - mean.to(middle.dtype)) / deviation.to(middle.dtype)).unsqueeze(2)
 
 
-def _text_encoder(hub_id: str) -> Config:
-    if hub_id in card.FLUX2_DEV.published:
-        return _MISTRAL
-    return QWEN3_4B if hub_id.endswith("4B") else _QWEN_8B
-
-
-REFERENCES = {
-    hub_id: Reference(predict, {"text_encoder": _text_encoder(hub_id), "vae": {}}, decode, encode)
-    for model in card.CARD.models
-    for hub_id in model.published
-}
+REFERENCES = {hub_id: Reference(predict, decode, encode) for model in card.CARD.models for hub_id in model.published}
 _SMALL_LANGUAGE: Config = {
     "vocab_size": 384,
     "hidden_size": 16,

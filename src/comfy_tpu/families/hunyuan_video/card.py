@@ -6,28 +6,9 @@ import dataclasses
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Preset, Words
+from comfy_tpu.families.shared.published import transformer_configs
 
-TRANSFORMER: Config = {
-    "in_channels": 65,
-    "out_channels": 32,
-    "num_attention_heads": 16,
-    "attention_head_dim": 128,
-    "num_layers": 54,
-    "num_refiner_layers": 2,
-    "mlp_ratio": 4.0,
-    "patch_size": 1,
-    "patch_size_t": 1,
-    "qk_norm": "rms_norm",
-    "text_embed_dim": 3584,
-    "text_embed_2_dim": 1472,
-    "image_embed_dim": 1152,
-    "rope_theta": 256.0,
-    "rope_axes_dim": (16, 56, 56),
-    "task_type": "t2v",
-}
-"""The common configuration, with diffusers' defaults for values that config.json leaves out."""
-_TRANSFORMER_720P: Config = {**TRANSFORMER, "target_size": 960}
-_TRANSFORMER_480P: Config = {**TRANSFORMER, "target_size": 640}
+_480P: Config = {"height": 480, "width": 848, "flow_shift": 5.0}
 
 _LICENCE = "Tencent Hunyuan Community"
 
@@ -55,10 +36,12 @@ HUNYUAN15 = ModelCard(
     sizes={"720P": {"height": 720, "width": 1280}, "480P": {"height": 480, "width": 848}},
     spatial_scale=16,
     temporal_scale=4,
-    published={
-        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v": _TRANSFORMER_720P,
-        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": _TRANSFORMER_480P,
-    },
+    own_defaults={"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": _480P},
+    published=transformer_configs(
+        __package__,
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+    ),
     licences=dict.fromkeys(
         (
             "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
@@ -82,10 +65,13 @@ HUNYUAN15_IMAGE = dataclasses.replace(
     pipeline_classes=("HunyuanVideo15ImageToVideoPipeline",),
     image=ImageInput("first_frame", required=True, resize="crop"),
     cuts_media=True,
-    published={
-        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v": {**_TRANSFORMER_720P, "task_type": "i2v"},
-        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v": {**_TRANSFORMER_480P, "task_type": "i2v"},
-    },
+    defaults=dataclasses.replace(HUNYUAN15.defaults, flow_shift=7.0),
+    own_defaults={"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v": _480P},
+    published=transformer_configs(
+        __package__,
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+    ),
     licences=dict.fromkeys(
         (
             "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
@@ -113,7 +99,7 @@ CARD = FamilyCard(
                 schedulers="euler is HunyuanVideo's own; unipc and dpm++ are multistep ones",
                 sizes="720P is 1280×720, 480P is 848×480.",
                 frames="121 frames at 24 frames a second are 5 seconds.",
-                flow_shift="9 for the 720P model, 5 for the 480P model",
+                flow_shift="9 for the 720P model, 7 where it begins with an image, 5 for the 480P models",
                 trained_fps="24",
             ),
         ),

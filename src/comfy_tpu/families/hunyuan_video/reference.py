@@ -11,26 +11,7 @@ from comfy_tpu.families.card import Config
 from comfy_tpu.families.hunyuan_video import card
 from comfy_tpu.families.hunyuan_video.image import IMAGE_TOKENS
 from comfy_tpu.families.reference import Reference
-from comfy_tpu.families.shared.published_configs import QWEN25_VL_TEXT, QWEN25_VL_TEXT_SMALL
-
-_BYT5: Config = {
-    "vocab_size": 1510,
-    "d_model": 1472,
-    "d_kv": 64,
-    "d_ff": 3584,
-    "num_layers": 12,
-    "num_heads": 6,
-    "feed_forward_proj": "gated-gelu",
-    "tie_word_embeddings": False,
-}
-_SIGLIP: Config = {
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "image_size": 384,
-    "patch_size": 14,
-}
+from comfy_tpu.families.shared.small_configs import QWEN25_VL_TEXT_SMALL
 
 
 def predict(
@@ -66,13 +47,7 @@ def predict(
     return velocity
 
 
-_PARTS: dict[str, Config] = {
-    "text_encoder": QWEN25_VL_TEXT,
-    "text_encoder_2": _BYT5,
-    "vae": {},
-    "image_encoder": _SIGLIP,
-}
-REFERENCES = {hub_id: Reference(predict, _PARTS) for model in card.CARD.models for hub_id in model.published}
+REFERENCES = {hub_id: Reference(predict) for model in card.CARD.models for hub_id in model.published}
 SMALL: dict[str, Config] = {
     "transformer": {
         "in_channels": 9,

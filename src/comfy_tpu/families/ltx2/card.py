@@ -16,42 +16,7 @@ from comfy_tpu.families.card import (
     SoundFacts,
     Words,
 )
-
-TRANSFORMER: Config = {
-    "in_channels": 128,
-    "out_channels": 128,
-    "patch_size": 1,
-    "patch_size_t": 1,
-    "num_attention_heads": 32,
-    "attention_head_dim": 128,
-    "cross_attention_dim": 4096,
-    "vae_scale_factors": (8, 32, 32),
-    "audio_in_channels": 128,
-    "audio_out_channels": 128,
-    "audio_patch_size": 1,
-    "audio_patch_size_t": 1,
-    "audio_num_attention_heads": 32,
-    "audio_attention_head_dim": 64,
-    "audio_cross_attention_dim": 2048,
-    "audio_scale_factor": 4,
-    "audio_sampling_rate": 16000,
-    "audio_hop_length": 160,
-    "num_layers": 48,
-    "caption_channels": 3840,
-    "rope_double_precision": True,
-    "rope_type": "split",
-}
-"""The configuration, with diffusers' defaults for values that config.json leaves out."""
-MODULATED_TRANSFORMER: Config = {
-    **TRANSFORMER,
-    "gated_attn": True,
-    "cross_attn_mod": True,
-    "audio_gated_attn": True,
-    "audio_cross_attn_mod": True,
-    "use_prompt_embeddings": False,
-    "perturbed_attn": True,
-}
-"""That of LTX-2.3: heads have gates, and the timestep modulates the prompt."""
+from comfy_tpu.families.shared.published import transformer_configs
 
 _NEWER = {
     "ff_bias": True,
@@ -84,6 +49,22 @@ _DISTILLED = Preset(
 )
 """Lightricks' own for its distilled models: no guidance, and noise levels that neither size nor length shifts."""
 
+NEGATIVE_PROMPT = (
+    "has_subtitles, has_blurbox, transition from black, transition to black, speech_ending_short, "
+    "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive noise, "
+    "grainy texture, poor lighting, flickering, motion blur, distorted proportions, unnatural skin tones, "
+    "deformed facial features, asymmetrical face, missing facial features, extra limbs, disfigured hands, "
+    "wrong hand count, artifacts around text, inconsistent perspective, camera shake, incorrect depth of "
+    "field, background too sharp, background clutter, distracting reflections, harsh shadows, inconsistent "
+    "lighting direction, color banding, cartoonish rendering, 3D CGI look, unrealistic materials, uncanny "
+    "valley effect, incorrect ethnicity, wrong gender, exaggerated expressions, wrong gaze direction, "
+    "mismatched lip sync, silent or muted audio, distorted voice, robotic voice, echo, background noise, "
+    "off-sync audio, incorrect dialogue, added dialogue, repetitive speech, jittery movement, awkward "
+    "pauses, incorrect timing, unnatural transitions, inconsistent framing, tilted camera, flat lighting, "
+    "inconsistent tone, cinematic oversaturation, stylized filters, or AI artifacts."
+)
+"""Lightricks' own."""
+
 LTX2 = ModelCard(
     name="LTX-2",
     pipeline_classes=("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
@@ -102,16 +83,18 @@ LTX2 = ModelCard(
         height=512,
         width=768,
         num_frames=121,
-        num_inference_steps=30,
+        num_inference_steps=40,
         guidance_scale=3.0,
         flow_shift=1.0,
         scheduler="euler",
+        negative_prompt=NEGATIVE_PROMPT,
         fps=24,
         max_sequence_length=1024,
         modality_scale=3.0,
         guidance_rescale=0.7,
         audio_guidance_scale=7.0,
-        stg_block=28,
+        stg_scale=1.0,
+        stg_block=29,
     ),
     sizes={
         "512P": {"height": 512, "width": 768},
@@ -121,7 +104,7 @@ LTX2 = ModelCard(
     spatial_scale=32,
     temporal_scale=8,
     encodes_results=True,
-    published={"Lightricks/LTX-2": TRANSFORMER},
+    published=transformer_configs(__package__, "Lightricks/LTX-2"),
     licences={"Lightricks/LTX-2": "LTX-2 Community License"},
     matches=lambda index, config: not config.get("cross_attn_mod"),
     refuses=refuse_newer,
@@ -133,9 +116,8 @@ LTX2 = ModelCard(
 LTX23 = dataclasses.replace(
     LTX2,
     name="LTX-2.3",
-    # What diffusers recommends: all four branches of guidance.
-    defaults=dataclasses.replace(LTX2.defaults, stg_scale=1.0),
-    published={"diffusers/LTX-2.3-Diffusers": MODULATED_TRANSFORMER},
+    defaults=dataclasses.replace(LTX2.defaults, num_inference_steps=30, stg_block=28),
+    published=transformer_configs(__package__, "diffusers/LTX-2.3-Diffusers"),
     # As others report it of Lightricks/LTX-2.3; the conversion's own page was not seen.
     licences={"diffusers/LTX-2.3-Diffusers": "LTX-2 Community License"},
     matches=lambda index, config: bool(config.get("cross_attn_mod")),

@@ -12,25 +12,6 @@ from comfy_tpu.families.ltx2 import card
 from comfy_tpu.families.reference import Reference
 from comfy_tpu.families.shared.packed_sound import join_sound, split_sound
 
-GEMMA3_12B: Config = {
-    "text_config": {
-        "vocab_size": 262208,
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 1024,
-        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 8,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
-        },
-    }
-}
-
 
 def predict(
     module: Any,
@@ -64,44 +45,7 @@ def predict(
     return join_sound(tokens.transpose(1, 2).unflatten(2, (frames, height, width)), sound_velocity)
 
 
-_VAE: Config = {"decoder_causal": False, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
-_CONFIGS: dict[str, dict[str, Config]] = {
-    card.LTX2.name: {"connectors": {"rope_type": "split"}, "vae": _VAE},
-    card.LTX23.name: {
-        "connectors": {
-            "video_connector_num_attention_heads": 32,
-            "video_connector_attention_head_dim": 128,
-            "video_connector_num_layers": 8,
-            "video_gated_attn": True,
-            "audio_connector_num_attention_heads": 32,
-            "audio_connector_attention_head_dim": 64,
-            "audio_connector_num_layers": 8,
-            "audio_gated_attn": True,
-            "rope_type": "split",
-            "per_modality_projections": True,
-            "proj_bias": True,
-        },
-        "vae": {
-            **_VAE,
-            "block_out_channels": (256, 512, 1024, 1024),
-            "layers_per_block": (4, 6, 4, 2, 2),
-            "decoder_block_out_channels": (256, 512, 512, 1024),
-            "decoder_layers_per_block": (4, 6, 4, 2, 2),
-            "decoder_spatio_temporal_scaling": (True, True, True, True),
-            "decoder_inject_noise": (False, False, False, False, False),
-            "upsample_type": ("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
-            "upsample_residual": (False, False, False, False),
-            "upsample_factor": (2, 2, 1, 2),
-            "decoder_spatial_padding_mode": "zeros",
-        },
-    },
-}
-"""The values in which they differ from diffusers' defaults."""
-REFERENCES = {
-    hub_id: Reference(predict, {"text_encoder": GEMMA3_12B, "audio_vae": {}, "vocoder": {}, **_CONFIGS[model.name]})
-    for model in card.CARD.models
-    for hub_id in model.published
-}
+REFERENCES = {hub_id: Reference(predict) for model in card.CARD.models for hub_id in model.published}
 SMALL: dict[str, Config] = {
     "transformer": {
         "in_channels": 8,

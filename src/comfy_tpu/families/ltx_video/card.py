@@ -3,26 +3,8 @@
 from __future__ import annotations
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
-
-TRANSFORMER: Config = {
-    "in_channels": 128,
-    "out_channels": 128,
-    "patch_size": 1,
-    "patch_size_t": 1,
-    "num_attention_heads": 32,
-    "attention_head_dim": 64,
-    "cross_attention_dim": 2048,
-    "num_layers": 28,
-    "activation_fn": "gelu-approximate",
-    "qk_norm": "rms_norm_across_heads",
-    "norm_elementwise_affine": False,
-    "norm_eps": 1e-6,
-    "caption_channels": 4096,
-    "attention_bias": True,
-    "attention_out_bias": True,
-}
-"""The configuration, with diffusers' defaults for values that config.json leaves out."""
+from comfy_tpu.families.card import FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
+from comfy_tpu.families.shared.published import transformer_configs
 
 LTX_VIDEO = ModelCard(
     name="LTX-Video",
@@ -43,6 +25,7 @@ LTX_VIDEO = ModelCard(
         guidance_scale=3.0,
         flow_shift=1.0,
         scheduler="euler",
+        negative_prompt="worst quality, inconsistent motion, blurry, jittery, distorted",
         fps=25,
         max_sequence_length=128,
     ),
@@ -50,7 +33,7 @@ LTX_VIDEO = ModelCard(
     spatial_scale=32,
     temporal_scale=8,
     encodes_results=True,
-    published={"Lightricks/LTX-Video": TRANSFORMER},
+    published=transformer_configs(__package__, "Lightricks/LTX-Video"),
     licences={"Lightricks/LTX-Video": "LTX-Video Open Weights"},
     image=ImageInput("first_frame"),
     reads_fps=True,

@@ -11,7 +11,7 @@ from comfy_tpu.families.card import Config
 from comfy_tpu.families.ltx_video import card
 from comfy_tpu.families.reference import Reference
 from comfy_tpu.families.shared.all_frames_vae import SPATIAL_SCALE, TEMPORAL_SCALE
-from comfy_tpu.families.shared.published_configs import T5_SMALL, T5_XXL
+from comfy_tpu.families.shared.small_configs import T5_SMALL
 
 
 def predict(
@@ -41,11 +41,7 @@ def predict(
     return velocity
 
 
-REFERENCES = {
-    hub_id: Reference(predict, {"text_encoder": T5_XXL, "vae": {}})
-    for model in card.CARD.models
-    for hub_id in model.published
-}
+REFERENCES = {hub_id: Reference(predict) for model in card.CARD.models for hub_id in model.published}
 SMALL: dict[str, Config] = {
     "transformer": {
         "in_channels": 6,

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
+from comfy_tpu.families.card import FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
+from comfy_tpu.families.shared.published import transformer_configs
 
 _APACHE = "Apache 2.0"
 
-TRANSFORMER: Config = {
-    "patch_size": 2,
-    "in_channels": 64,
-    "out_channels": 16,
-    "num_layers": 60,
-    "attention_head_dim": 128,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 3584,
-    "guidance_embeds": False,
-    "axes_dims_rope": (16, 56, 56),
-}
-"""The config.json of all models but Qwen-Image-Edit-2511."""
-_TRANSFORMER_2511: Config = {**TRANSFORMER, "zero_cond_t": True}
-"""The tokens of the given images have timestep 0."""
+
+_NEGATIVE_PROMPTS = json.loads(Path(__file__).with_name("negative_prompts.json").read_text(encoding="utf-8"))
+"""Those in Qwen's instructions, in Chinese."""
+
+RESULT_AREA = 1024 * 1024
+"""The pixels of what Edit makes, and of the images that its VAE reads."""
 
 QWEN_IMAGE = ModelCard(
     name="Qwen-Image",
@@ -50,7 +45,8 @@ QWEN_IMAGE = ModelCard(
     spatial_scale=8,
     temporal_scale=1,
     encodes_results=True,
-    published={"Qwen/Qwen-Image": TRANSFORMER, "Qwen/Qwen-Image-2512": TRANSFORMER},
+    own_defaults={"Qwen/Qwen-Image-2512": {"negative_prompt": _NEGATIVE_PROMPTS["Qwen-Image-2512"]}},
+    published=transformer_configs(__package__, "Qwen/Qwen-Image", "Qwen/Qwen-Image-2512"),
     licences={"Qwen/Qwen-Image": _APACHE, "Qwen/Qwen-Image-2512": _APACHE},
     image=ImageInput("initial"),
     reads_single_files=True,
@@ -60,9 +56,10 @@ QWEN_IMAGE_EDIT = dataclasses.replace(
     QWEN_IMAGE,
     name="Qwen-Image-Edit",
     pipeline_classes=("QwenImageEditPipeline",),
-    published={"Qwen/Qwen-Image-Edit": TRANSFORMER},
+    own_defaults={},
+    published=transformer_configs(__package__, "Qwen/Qwen-Image-Edit"),
     licences={"Qwen/Qwen-Image-Edit": _APACHE},
-    image=ImageInput("reference", required=True, seen_by_text_encoder=True),
+    image=ImageInput("reference", required=True, seen_by_text_encoder=True, result_area=RESULT_AREA),
 )
 
 QWEN_IMAGE_EDIT_PLUS = dataclasses.replace(
@@ -70,9 +67,9 @@ QWEN_IMAGE_EDIT_PLUS = dataclasses.replace(
     name="Qwen-Image-Edit Plus",
     pipeline_classes=("QwenImageEditPlusPipeline",),
     defaults=dataclasses.replace(QWEN_IMAGE.defaults, num_inference_steps=40),
-    published={"Qwen/Qwen-Image-Edit-2511": _TRANSFORMER_2511, "Qwen/Qwen-Image-Edit-2509": TRANSFORMER},
+    published=transformer_configs(__package__, "Qwen/Qwen-Image-Edit-2511", "Qwen/Qwen-Image-Edit-2509"),
     licences={"Qwen/Qwen-Image-Edit-2511": _APACHE, "Qwen/Qwen-Image-Edit-2509": _APACHE},
-    image=ImageInput("reference", required=True, max_images=4, seen_by_text_encoder=True),
+    image=ImageInput("reference", required=True, max_images=4, seen_by_text_encoder=True, result_area=RESULT_AREA),
 )
 
 _WORDS = Words(

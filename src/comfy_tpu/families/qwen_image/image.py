@@ -13,29 +13,18 @@ import torch
 from PIL import Image
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.media import FittedMedia, reference_clips
 from comfy_tpu.families.model_family import MediaEncoding
 from comfy_tpu.families.qwen_image import text
+from comfy_tpu.families.qwen_image.card import RESULT_AREA
+from comfy_tpu.families.shared.sizes import target_size
 
-VAE_AREA = 1024 * 1024
+VAE_AREA = RESULT_AREA
 SHOWN_AREA = 384 * 384
-_MULTIPLE, _RATIO_MAX = 32, 100
 _NAMES = [f"reference_{number}" for number in (1, 2, 3, 4)]
 _TOKEN_SIDE = 28
 """Pixels of a token of the vision model, on a side."""
-
-
-def target_size(width: int, height: int, area: int) -> tuple[int, int]:
-    """The width and height of about so many pixels, multiples of 32, as diffusers rounds them."""
-    if max(width, height) > _RATIO_MAX * min(width, height):
-        raise InvalidValueError(
-            f"image is {width}×{height}, expected one side at most {_RATIO_MAX} times the other; crop it", field="image"
-        )
-    ratio = width / height
-    wide = math.sqrt(area * ratio)
-    return round(wide / _MULTIPLE) * _MULTIPLE, round(wide / ratio / _MULTIPLE) * _MULTIPLE
 
 
 def _resize(image: Image.Image, area: int) -> Image.Image:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import (
@@ -17,35 +19,9 @@ from comfy_tpu.families.card import (
     VideoInput,
     Words,
 )
+from comfy_tpu.families.shared.published import transformer_configs
 
 _TEXT_PIPELINE, _IMAGE_PIPELINE = "WanPipeline", "WanImageToVideoPipeline"
-
-TRANSFORMER_14B: Config = {
-    "patch_size": (1, 2, 2),
-    "attention_head_dim": 128,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 4096,
-    "freq_dim": 256,
-    "cross_attn_norm": True,
-    "qk_norm": "rms_norm_across_heads",
-    "rope_max_seq_len": 1024,
-    "num_attention_heads": 40,
-    "ffn_dim": 13824,
-    "num_layers": 40,
-}
-"""The configuration of the 14B, with diffusers' defaults for values that config.json leaves out."""
-_TRANSFORMER_1_3B: Config = {**TRANSFORMER_14B, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
-_VACE: Config = {"vace_layers": [0, 5, 10, 15, 20, 25, 30, 35], "vace_in_channels": 96}
-_TRANSFORMER_I2V: Config = {**TRANSFORMER_14B, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
-_TRANSFORMER_5B: Config = {
-    **TRANSFORMER_14B,
-    "num_attention_heads": 24,
-    "num_layers": 30,
-    "ffn_dim": 14336,
-    "in_channels": 48,
-    "out_channels": 48,
-}
 
 
 def _has_two_transformers(index: Config) -> bool:
@@ -104,6 +80,12 @@ _PAIR_PRESETS = {
 
 _APACHE = "Apache 2.0"
 
+_NEGATIVE_PROMPTS = json.loads(Path(__file__).with_name("negative_prompts.json").read_text(encoding="utf-8"))
+"""Wan's own, in Chinese. Wan 2.1's models for images put further words in front of the others'."""
+
+_480P: Config = {"height": 480, "width": 832, "flow_shift": 3.0}
+"""Of the models for 480P: the size that they are trained at, with the shift of their published schedulers."""
+
 WAN21 = ModelCard(
     name="Wan 2.1",
     pipeline_classes=(_TEXT_PIPELINE,),
@@ -116,7 +98,7 @@ WAN21 = ModelCard(
         frames_max=1025,
         schedulers=("unipc", "euler", "dpm++", "euler-trailing"),
     ),
-    defaults=GenerationSettings(),
+    defaults=GenerationSettings(negative_prompt=_NEGATIVE_PROMPTS["video"]),
     sizes={
         "720P": {"height": 720, "width": 1280, "flow_shift": 5.0},
         "480P": {"height": 480, "width": 848, "flow_shift": 3.0},
@@ -124,10 +106,8 @@ WAN21 = ModelCard(
     spatial_scale=8,
     temporal_scale=4,
     encodes_results=True,
-    published={
-        "Wan-AI/Wan2.1-T2V-14B-Diffusers": TRANSFORMER_14B,
-        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _TRANSFORMER_1_3B,
-    },
+    published=transformer_configs(__package__, "Wan-AI/Wan2.1-T2V-14B-Diffusers", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
+    own_defaults={"Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _480P},
     videos=(VideoInput("video", "initial", words="the video to be changed"),),
     licences=dict.fromkeys(("Wan-AI/Wan2.1-T2V-14B-Diffusers", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"), _APACHE),
     vae_backends=("torchax", "nnx"),
@@ -147,10 +127,13 @@ WAN21_IMAGE = dataclasses.replace(
     image=ImageInput("first_frame", required=True),
     videos=(),
     cuts_media=True,
-    published={
-        "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": _TRANSFORMER_I2V,
-        "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": _TRANSFORMER_I2V,
-    },
+    defaults=dataclasses.replace(
+        WAN21.defaults, num_inference_steps=40, negative_prompt=_NEGATIVE_PROMPTS["first frame"]
+    ),
+    own_defaults={"Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": _480P},
+    published=transformer_configs(
+        __package__, "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers"
+    ),
     licences=dict.fromkeys(("Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers"), _APACHE),
     reuse_curves={},
 )
@@ -160,7 +143,12 @@ WAN21_FIRST_LAST = dataclasses.replace(
     name="Wan 2.1 first and last frame",
     matches=lambda index, config: _is_wan21(index) and config.get("pos_embed_seq_len") is not None,
     image=ImageInput("first_frame", required=True, last_image="required"),
-    published={"Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers": {**_TRANSFORMER_I2V, "pos_embed_seq_len": 514}},
+    defaults=dataclasses.replace(
+        WAN21.defaults, flow_shift=16.0, negative_prompt=_NEGATIVE_PROMPTS["first and last frame"]
+    ),
+    own_defaults={},
+    sizes={name: {**size, "flow_shift": 16.0} for name, size in WAN21.sizes.items()},
+    published=transformer_configs(__package__, "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers"),
     licences={"Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers": _APACHE},
 )
 
@@ -180,8 +168,9 @@ WAN22 = dataclasses.replace(
         flow_shift=12.0,
         boundary=0.875,
     ),
+    own_defaults={},
     sizes={name: {**size, "flow_shift": 12.0} for name, size in WAN21.sizes.items()},
-    published={"Wan-AI/Wan2.2-T2V-A14B-Diffusers": TRANSFORMER_14B},
+    published=transformer_configs(__package__, "Wan-AI/Wan2.2-T2V-A14B-Diffusers"),
     licences={"Wan-AI/Wan2.2-T2V-A14B-Diffusers": _APACHE},
     presets=_PAIR_PRESETS,
     reuse_curves={},
@@ -197,7 +186,7 @@ WAN22_IMAGE = dataclasses.replace(
         WAN22.defaults, guidance_scale=3.5, guidance_scale_2=3.5, flow_shift=5.0, boundary=0.9
     ),
     sizes=WAN21.sizes,
-    published={"Wan-AI/Wan2.2-I2V-A14B-Diffusers": {**TRANSFORMER_14B, "in_channels": 36}},
+    published=transformer_configs(__package__, "Wan-AI/Wan2.2-I2V-A14B-Diffusers"),
     licences={"Wan-AI/Wan2.2-I2V-A14B-Diffusers": _APACHE},
 )
 
@@ -212,9 +201,10 @@ WAN22_5B = dataclasses.replace(
     defaults=dataclasses.replace(
         WAN21.defaults, height=704, width=1280, num_frames=121, fps=24, flow_shift=5.0, guidance_scale=5.0
     ),
+    own_defaults={},
     sizes={"720P": {"height": 704, "width": 1280, "flow_shift": 5.0}},
     spatial_scale=16,
-    published={"Wan-AI/Wan2.2-TI2V-5B-Diffusers": _TRANSFORMER_5B},
+    published=transformer_configs(__package__, "Wan-AI/Wan2.2-TI2V-5B-Diffusers"),
     licences={"Wan-AI/Wan2.2-TI2V-5B-Diffusers": _APACHE},
     presets={name: _PRESETS[name] for name in ("4step", "8step")},
     vae_backends=("torchax",),
@@ -240,12 +230,10 @@ WAN_VACE = dataclasses.replace(
     cuts_media=True,
     # As Wan's own code has it for VACE, at every size.
     defaults=dataclasses.replace(WAN21.defaults, flow_shift=16.0),
+    own_defaults={"Wan-AI/Wan2.1-VACE-1.3B-diffusers": {**_480P, "flow_shift": 16.0}},
     sizes={name: {**size, "flow_shift": 16.0} for name, size in WAN21.sizes.items()},
     presets={},
-    published={
-        "Wan-AI/Wan2.1-VACE-14B-diffusers": {**TRANSFORMER_14B, **_VACE},
-        "Wan-AI/Wan2.1-VACE-1.3B-diffusers": {**_TRANSFORMER_1_3B, **_VACE, "vace_layers": [*range(0, 30, 2)]},
-    },
+    published=transformer_configs(__package__, "Wan-AI/Wan2.1-VACE-14B-diffusers", "Wan-AI/Wan2.1-VACE-1.3B-diffusers"),
     licences=dict.fromkeys(("Wan-AI/Wan2.1-VACE-14B-diffusers", "Wan-AI/Wan2.1-VACE-1.3B-diffusers"), _APACHE),
     reuse_curves={},
 )
@@ -256,8 +244,9 @@ WAN22_VACE = dataclasses.replace(
     matches=lambda index, config: _is_a14b(index),
     transformer_count=2,
     defaults=WAN22.defaults,
+    own_defaults={},
     sizes=WAN22.sizes,
-    published={"linoyts/Wan2.2-VACE-Fun-14B-diffusers": {**TRANSFORMER_14B, **_VACE}},
+    published=transformer_configs(__package__, "linoyts/Wan2.2-VACE-Fun-14B-diffusers"),
     # A conversion of alibaba-pai/Wan2.2-VACE-Fun-A14B. Its page names no licence; another conversion says Apache 2.0.
     licences={"linoyts/Wan2.2-VACE-Fun-14B-diffusers": NOT_STATED},
 )
@@ -301,22 +290,11 @@ WAN_ANIMATE = dataclasses.replace(
         context_frames=77,
         context_overlap=1,
     ),
+    own_defaults={},
     sizes={name: {**size, "flow_shift": 5.0} for name, size in WAN21.sizes.items()},
     presets={},
     licences={"Wan-AI/Wan2.2-Animate-14B-Diffusers": _APACHE},
-    published={
-        "Wan-AI/Wan2.2-Animate-14B-Diffusers": {
-            **_TRANSFORMER_I2V,
-            "latent_channels": 16,
-            "motion_encoder_size": 512,
-            "motion_style_dim": 512,
-            "motion_dim": 20,
-            "motion_encoder_dim": 512,
-            "face_encoder_hidden_dim": 1024,
-            "face_encoder_num_heads": 4,
-            "inject_face_latents_blocks": 5,
-        }
-    },
+    published=transformer_configs(__package__, "Wan-AI/Wan2.2-Animate-14B-Diffusers"),
     reuse_curves={},
 )
 
@@ -346,6 +324,7 @@ CARD = FamilyCard(
             models=(WAN21, WAN21_IMAGE, WAN21_FIRST_LAST),
             latent_format="Wan21",
             words=_WORDS,
+            keeps_numbers=True,
             has_demo_models=True,
         ),
         NodeSet(

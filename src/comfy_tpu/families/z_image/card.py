@@ -5,28 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from comfy_tpu.config import GenerationSettings
-from comfy_tpu.families.card import Config, FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
+from comfy_tpu.families.card import FamilyCard, ImageInput, Limits, ModelCard, NodeSet, Words
+from comfy_tpu.families.shared.published import transformer_configs
 
 _APACHE = "Apache 2.0"
 
-TRANSFORMER: Config = {
-    "all_patch_size": (2,),
-    "all_f_patch_size": (1,),
-    "in_channels": 16,
-    "dim": 3840,
-    "n_layers": 30,
-    "n_refiner_layers": 2,
-    "n_heads": 30,
-    "n_kv_heads": 30,
-    "norm_eps": 1e-5,
-    "qk_norm": True,
-    "cap_feat_dim": 2560,
-    "rope_theta": 256.0,
-    "t_scale": 1000.0,
-    "axes_dims": (32, 48, 48),
-    "axes_lens": (1536, 512, 512),
-}
-"""The config.json of both models."""
 TURBO_SHIFT = 3.0
 BASE_SHIFT = 6.0
 """The `shift` of the published schedulers: the only value of a model directory in which the two models differ."""
@@ -56,7 +39,7 @@ Z_IMAGE_TURBO = ModelCard(
     spatial_scale=8,
     temporal_scale=1,
     encodes_results=True,
-    published={"Tongyi-MAI/Z-Image-Turbo": TRANSFORMER},
+    published=transformer_configs(__package__, "Tongyi-MAI/Z-Image-Turbo"),
     licences={"Tongyi-MAI/Z-Image-Turbo": _APACHE},
     guidance_off=0.0,
     normalizes_guidance=True,
@@ -71,7 +54,7 @@ Z_IMAGE = dataclasses.replace(
     defaults=dataclasses.replace(
         Z_IMAGE_TURBO.defaults, num_inference_steps=50, guidance_scale=4.0, flow_shift=BASE_SHIFT
     ),
-    published={"Tongyi-MAI/Z-Image": TRANSFORMER},
+    published=transformer_configs(__package__, "Tongyi-MAI/Z-Image"),
     licences={"Tongyi-MAI/Z-Image": _APACHE},
 )
 

@@ -9,7 +9,7 @@ import torch
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.families.card import Config
 from comfy_tpu.families.reference import Reference, decode_image, encode_image
-from comfy_tpu.families.shared.published_configs import IMAGE_VAE, IMAGE_VAE_SMALL, QWEN3_4B
+from comfy_tpu.families.shared.small_configs import IMAGE_VAE_SMALL
 from comfy_tpu.families.z_image import card
 
 
@@ -29,11 +29,8 @@ def predict(
     return -torch.stack(list(velocities))
 
 
-_PARTS: dict[str, Config] = {"text_encoder": QWEN3_4B, "vae": IMAGE_VAE}
 REFERENCES = {
-    hub_id: Reference(predict, _PARTS, decode_image, encode_image)
-    for model in card.CARD.models
-    for hub_id in model.published
+    hub_id: Reference(predict, decode_image, encode_image) for model in card.CARD.models for hub_id in model.published
 }
 SMALL: dict[str, Config] = {
     "transformer": {
