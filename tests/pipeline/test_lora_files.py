@@ -89,7 +89,11 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, torch.Tensor]], type[ComfyTpuErr
         InvalidValueError,
         r"down has shape \(4, 96\), up has shape \(96, 4, 3\)",
     ),
-    "a bias of another size": (lambda: with_(diff_b=torch.zeros(95)), InvalidValueError, r"to_q.bias by .*\(95,\)"),
+    "a bias of another size": (
+        lambda: {f"{Q}.diff_b": torch.zeros(95)},
+        InvalidValueError,
+        r"to_q.bias by .*\(95,\)",
+    ),
     "half of a pair": (without_up, InvalidValueError, f"has {Q}.lora_A.weight without its other half; download it"),
     "one layer under two names": (under_two_names, InvalidValueError, "changes blocks.0.attn1.to_q.weight under two"),
     "a pair and a difference": (
@@ -97,12 +101,59 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, torch.Tensor]], type[ComfyTpuErr
         UnsupportedError,
         f"has both a LoRA and a difference for {Q}",
     ),
-    "DoRA": (
-        lambda: with_(dora_scale=torch.ones(96, 1)),
-        UnsupportedError,
-        r"is a DoRA \(.*dora_scale\), which is not",
+    "magnitudes alone": (
+        lambda: {f"{Q}.dora_scale": torch.ones(96, 1)},
+        InvalidValueError,
+        "has .*dora_scale without a LoRA; download it again",
     ),
-    "LoKr": (lambda: {f"{Q}.lokr_w1": torch.ones(8, 8)}, UnsupportedError, "is a LoKr .*; use a plain LoRA"),
+    "magnitudes of another size": (
+        lambda: with_(dora_scale=torch.ones(95, 1)),
+        InvalidValueError,
+        r"to_q.dora_scale has shape \(95, 1\), expected one number for each output or input of a .* \(96, 96\)",
+    ),
+    "half of a LoKr": (
+        lambda: {f"{Q}.lokr_w1": torch.ones(8, 8)},
+        InvalidValueError,
+        "has .*lokr_w1 without its other half; download it again",
+    ),
+    "a LoHa of two ranks": (
+        lambda: {
+            f"{Q}.hada_w{number}_{letter}": torch.ones((96, 4) if letter == "a" else (3, 96))
+            for number in (1, 2)
+            for letter in "ab"
+        },
+        InvalidValueError,
+        r"the factors of .*to_q do not fit each other: hada_w1_a has shape \(96, 4\), hada_w1_b has shape \(3, 96\)",
+    ),
+    "a middle matrix alone": (
+        lambda: {f"{Q}.lokr_t2": torch.ones(8, 8)},
+        InvalidValueError,
+        "has .*lokr_t2 without its other half; download it again",
+    ),
+    "a middle matrix of another rank": (
+        lambda: {
+            f"{Q}.lora_up.weight": torch.ones(96, 4),
+            f"{Q}.lora_mid.weight": torch.ones(4, 3),
+            f"{Q}.lora_down.weight": torch.ones(4, 96),
+        },
+        InvalidValueError,
+        r"the factors of .*to_q do not fit each other: up has shape \(96, 4\), middle has shape \(4, 3\), down has",
+    ),
+    "an OFT": (
+        lambda: {f"{Q}.oft_blocks": torch.ones(8, 8)},
+        UnsupportedError,
+        "is an OFT .*oft_blocks.*; use a plain LoRA",
+    ),
+    "two adapters": (
+        lambda: with_(lora_A__own__weight=torch.zeros(4, 96)),
+        UnsupportedError,
+        f"has both {Q}.lora_A.own.weight and {Q}.lora_A.weight; use a file with one LoRA",
+    ),
+    "a LoRA and a replacement": (
+        lambda: with_(set_weight=torch.zeros(96, 96)),
+        UnsupportedError,
+        f"has both a LoRA and a replacement for {Q}",
+    ),
     "alpha that is no number": (
         lambda: with_(alpha=torch.tensor(math.nan)),
         CheckpointError,
@@ -191,7 +242,7 @@ def test_unknown_keys_are_listed_and_the_rest_is_applied(tmp_path: Path, caplog:
     tensors = GOOD | {
         f"{far}.lora_A.weight": torch.zeros(4, 96),
         f"{far}.lora_B.weight": torch.zeros(96, 4),
-        "diffusion_model.blocks.0.diff_m": torch.zeros(1, 6, 96),
+        "diffusion_model.blocks.0.diff_x": torch.zeros(1, 6, 96),
         **{f"unknown.{letter}": torch.zeros(1) for letter in "abcdefgh"},
         **{f"lora_unet_unknown_{number}_x": torch.zeros(1) for number in range(30)},
         "text_encoder.x.lora_A.weight": torch.zeros(4, 8),
@@ -203,12 +254,27 @@ def test_unknown_keys_are_listed_and_the_rest_is_applied(tmp_path: Path, caplog:
     assert "blocks.9.attn1.to_q.weight" not in loras
     text, unknown = (record.getMessage() for record in caplog.records)
     assert "its 2 text encoder tensors are ignored" in text
-    for key in ("blocks.0.diff_m", f"{far}.lora_A.weight", f"{far}.lora_B.weight"):
+    for key in ("blocks.0.diff_x", f"{far}.lora_A.weight", f"{far}.lora_B.weight"):
         assert key in unknown
     assert "unknown.g, unknown.h" in unknown, "every one"
     assert "lora_unet_unknown_*_x (30)" in unknown
     assert unknown.endswith("the rest is applied")
     assert "text_encoder" not in unknown
+
+
+def test_weights_of_another_shape_are_named_and_not_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the patch embedding of a LoRA for text-to-video on an image-to-video model."""
+    tensors = with_(diff_b=torch.ones(96)) | {
+        "diffusion_model.patch_embedding.diff": torch.zeros(96, 36, 1, 2, 2),
+        "diffusion_model.patch_embedding.diff_b": torch.ones(96),
+    }
+    with caplog.at_level(logging.WARNING):
+        loras = opened(write(tmp_path / "a.safetensors", tensors))
+    (record,) = caplog.records
+    assert "patch_embedding.weight (96, 36, 1, 2, 2) instead of (96, 4, 1, 2, 2) is not merged" in record.getMessage()
+    assert record.getMessage().endswith("the rest is applied")
+    assert "patch_embedding.weight" not in loras
+    assert all(name in loras for name in ("patch_embedding.bias", "blocks.0.attn1.to_q.weight"))
 
 
 def test_a_module_of_theirs_may_be_several_of_ours(tmp_path: Path) -> None:
@@ -281,6 +347,13 @@ def test_styles_of_one_lora_are_one_change(tmp_path: Path) -> None:
                     key.replace("transformer.", "base_model.model."): t
                     for key, t in small_loras.diffusers_style().items()
                 },
+                *(
+                    {
+                        key.replace("transformer.", prefix).replace(".weight", ".my_adapter.weight"): t
+                        for key, t in small_loras.diffusers_style().items()
+                    }
+                    for prefix in ("base_model.model.transformer.", "base_model.model.diffusion_model.", "unet.")
+                ),
             ]
         )
     ]

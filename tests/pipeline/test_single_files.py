@@ -165,7 +165,7 @@ ORIGINAL = {"Wan": original_names.wan_transformer, "Flux": original_names.flux_t
 def test_the_shapes_tell_which_published_model_a_file_is(model: str, hub_id: str) -> None:
     count = load_family(model).card.transformer_count
     file = header(model, hub_id, ORIGINAL[re.split(r"[ .]", model)[0]])
-    assert single_files._detect([file] * count)[0] == hub_id
+    assert single_files._detect([file] * count, [])[0] == hub_id
 
 
 def test_a_published_part_has_its_configuration_without_a_directory(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_published_part_has_its_configuration_without_a_directory(tmp_path: Pa
         ("Flux.1 schnell", "black-forest-labs/FLUX.1-schnell"),
     ):
         family = load_family(model)
-        configs = {spec.name: single_files._config(spec, family, tmp_path, hub_id) for spec in family.components}
+        configs = {spec.name: single_files._config(spec, family, tmp_path, hub_id, ()) for spec in family.components}
         mean, deviation = family.vae.latent_statistics(configs["vae"])
         assert len(mean) == len(deviation) == family.vae.latent_channels(configs["vae"])
         assert len(set(deviation)) > 1 or model.startswith("Flux")

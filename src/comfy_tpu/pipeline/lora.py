@@ -14,12 +14,13 @@ from typing import get_args
 
 import torch
 
-from comfy_tpu.compiler.merging import WeightChange
+from comfy_tpu.compiler.merging import Decomposition, WeightChange
 from comfy_tpu.config import Lora, LoraNoise
 from comfy_tpu.errors import InvalidValueError, join_names
 from comfy_tpu.families.model_family import Rows
 from comfy_tpu.families.registry import family_cards
 from comfy_tpu.families.shared.lora_names import ALL
+from comfy_tpu.pipeline.lora_algebra import combine
 from comfy_tpu.pipeline.lora_keys import Factors, LoraFile, LoraMatch, Targets, make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles, digest_tensors
 
@@ -49,18 +50,30 @@ class OpenLora:
 
     def change(self, name: str) -> WeightChange:
         factors = self.factors[name]
-        if factors.up is None or factors.down is None:
-            difference = self._read(factors.difference, factors.rows) * self.strength
-            return self._check_overflow(name, WeightChange(difference=difference))
-        up = self._read(factors.up, factors.rows).flatten(1)
-        down = self._read(factors.down).reshape(-1, *factors.shape[1:])
-        # Into up, which the strength and alpha / rank then reach in float32 whatever the file is in.
-        return self._check_overflow(name, WeightChange(up * (self.strength * factors.scale), down))
+        if factors.magnitude is None and factors.keys.keys() == {"up", "down"}:
+            up = self._read(factors.keys["up"], factors.rows).flatten(1)
+            down = self._read(factors.keys["down"]).reshape(-1, *factors.shape[1:])
+            # Into up, which the strength and alpha / rank then reach in float32 whatever the file is in.
+            return self._check_overflow(name, WeightChange(up * (self.strength * factors.scale), down))
+        whole = combine({part: self._read(key) for part, key in factors.keys.items()})
+        if "replacement" in factors.keys:
+            replacement = _take_rows(whole, factors.rows).reshape(factors.shape)
+            return self._check_overflow(name, WeightChange(replacement=replacement))
+        difference = _take_rows(whole, factors.rows).reshape(factors.shape) * factors.scale
+        if factors.magnitude is None:
+            return self._check_overflow(name, WeightChange(difference=difference * self.strength))
+        magnitude = Decomposition(difference, self._read_magnitude(factors, factors.magnitude), self.strength)
+        return self._check_overflow(name, WeightChange(decompositions=(magnitude,)))
 
-    def _read(self, key: str | None, rows: Rows = ALL) -> torch.Tensor:
-        assert key is not None
-        whole = self.file.read(key)
-        return torch.cat([whole[piece] for piece in rows]).float()
+    def _read(self, key: str, rows: Rows = ALL) -> torch.Tensor:
+        return _take_rows(self.file.read(key), rows).float()
+
+    def _read_magnitude(self, factors: Factors, key: str) -> torch.Tensor:
+        """The magnitudes with as many dimensions as the weight has."""
+        magnitude, ones = self._read(key), (1,) * (len(factors.shape) - 2)
+        if magnitude.shape[0] == 1 and magnitude.ndim > 1:
+            return magnitude.reshape(1, -1, *ones)
+        return _take_rows(magnitude, factors.rows).reshape(-1, 1, *ones)
 
     def _check_overflow(self, name: str, change: WeightChange) -> WeightChange:
         if not change.bound < _CHANGE_MAX:
@@ -105,16 +118,25 @@ class Loras:
         return any(name in lora.factors for lora in self._active)
 
     def read(self, name: str) -> WeightChange:
-        """The change of a tensor by all files, concatenated along the rank, so that the weight is rounded once."""
+        """The change of a tensor by all files, concatenated along the rank, so that the weight is rounded once. Of
+        several replacements, the last one's."""
         changes = [lora.change(name) for lora in self._active if name in lora.factors]
         ups = [change.up for change in changes if change.up is not None]
         downs = [change.down for change in changes if change.down is not None]
         differences = [change.difference for change in changes if change.difference is not None]
+        replacements = [change.replacement for change in changes if change.replacement is not None]
         return WeightChange(
             torch.cat(ups, dim=1) if ups else None,
             torch.cat(downs) if downs else None,
             torch.stack(differences).sum(0) if differences else None,
+            tuple(each for change in changes for each in change.decompositions),
+            replacements[-1] if replacements else None,
         )
+
+    @property
+    def reads_weights(self) -> bool:
+        changes = (factors for lora in self._active for factors in lora.factors.values())
+        return any(factors.magnitude is not None or "replacement" in factors.keys for factors in changes)
 
     def close(self) -> None:
         for lora in self.opened:
@@ -123,6 +145,10 @@ class Loras:
     @property
     def _active(self) -> list[OpenLora]:
         return [lora for lora in self.opened if lora.strength != 0]
+
+
+def _take_rows(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return tensor if rows == ALL else torch.cat([tensor[piece] for piece in rows])
 
 
 NO_LORAS = Loras()
@@ -214,28 +240,55 @@ def _open(lora: Lora, targets: Targets, files: ModelFiles) -> OpenLora:
             ", ".join(group_layers(matched.unknown_keys)),
             extra={"field": "lora"},
         )
+    if matched.misfits:
+        logger.warning(
+            "lora=%s: %s not merged, whose shape in model %s is another; the rest is applied",
+            lora.path,
+            " and ".join(describe_misfits(matched)) + (" is" if len(matched.misfits) == 1 else " are"),
+            files.name,
+            extra={"field": "lora"},
+        )
     noise = (noise_of_name(lora.path) if has_pair else None) or "all" if lora.noise == "auto" else lora.noise
     return OpenLora(file, float(strength), noise, _fingerprint(lora.path), matched)
 
 
 def check_match(path: Path, file: LoraFile, matched: LoraMatch, targets: Targets, model: str, family: str) -> None:
-    """Raises InvalidValueError for a file that was made for another model: nothing in it fits, a shape differs, or more
-    of its modules have no place than have one. Fewer are a warning, and the rest is applied."""
-    if not matched.factors:
+    """Raises InvalidValueError for a file that was made for another model: fewer of its modules fit than do not. Fewer
+    that do not are a warning, and the rest is applied."""
+    if not matched.factors and not matched.misfits:
         raise InvalidValueError(
             f"lora={path} fits nothing in model {model}, it holds {join_names(file.checkpoint.tensors, 3)}; "
             f"expected keys such as {' or '.join(targets.examples)}: use a LoRA made for {family}",
             field="lora",
         )
-    _check_shapes(path, matched.factors, model, family)
-    # Widths are the same in some families, and so are a few names: Flux.1's double blocks are those of Flux.2 klein 4B.
-    if matched.unknown_modules > matched.known_modules:
+    if matched.misfits and (replaced := next((key for key in matched.unknown_keys if targets.find(key)), None)):
         raise InvalidValueError(
-            f"lora={path} was made for another model: {model} has a place for {matched.known_modules} of its "
-            f"{matched.known_modules + matched.unknown_modules} modules, and not for "
-            f"{join_names(matched.unknown_keys, 3)}; use a LoRA made for {family}",
+            f"lora={path} is a control LoRA: it replaces {replaced}, and widens "
+            f"{describe_misfits(matched)[0]}, for an image beside the latents; use a plain LoRA",
             field="lora",
         )
+    if matched.known_modules >= matched.unknown_modules + matched.misfit_modules:
+        return
+    if matched.misfit_modules > matched.unknown_modules:
+        name, found = next(iter(matched.misfits.items()))
+        raise InvalidValueError(
+            f"lora={path} changes {name} by a tensor of shape {found.product_shape}, and in model {model} it "
+            f"has shape {found.shape}: use a LoRA made for this size of {family}",
+            field="lora",
+        )
+    # Widths are the same in some families, and so are a few names: Flux.1's double blocks are those of Flux.2 klein 4B.
+    raise InvalidValueError(
+        f"lora={path} was made for another model: {model} has a place for {matched.known_modules} of its "
+        f"{matched.modules} modules, and not for {join_names(matched.unknown_keys, 3)}; use a LoRA made for {family}",
+        field="lora",
+    )
+
+
+def describe_misfits(matched: LoraMatch) -> list[str]:
+    """The weights that are not merged, with the file's shape and the model's; those of all layers as one."""
+    return group_layers(
+        [f"{name} {each.product_shape} instead of {each.shape}" for name, each in matched.misfits.items()]
+    )
 
 
 def group_layers(keys: list[str]) -> list[str]:
@@ -244,16 +297,6 @@ def group_layers(keys: list[str]) -> list[str]:
     for key in keys:
         alike.setdefault(re.sub(r"(?<=[._])\d+(?=[._])", "*", key), []).append(key)
     return [f"{pattern} ({len(each)})" if len(each) > 1 else each[0] for pattern, each in alike.items()]
-
-
-def _check_shapes(path: Path, factors: Mapping[str, Factors], model: str, family: str) -> None:
-    for name, found in factors.items():
-        if found.product_shape != found.shape:
-            raise InvalidValueError(
-                f"lora={path} changes {name} by a tensor of shape {found.product_shape}, and in model {model} it "
-                f"has shape {found.shape}: use a LoRA made for this size of {family}",
-                field="lora",
-            )
 
 
 def _fingerprint(path: Path) -> str:

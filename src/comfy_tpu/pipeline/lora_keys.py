@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -29,44 +29,44 @@ from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedErro
 from comfy_tpu.families.model_family import LoraNames, Rows
 from comfy_tpu.families.shared.lora_names import ALL
 from comfy_tpu.json_input import parse_json
+from comfy_tpu.pipeline.lora_algebra import FACTORS, FORMS, WHOLE, Part, combine, find_form, find_rank
 from comfy_tpu.safetensors_input import SAFETENSORS_ERRORS
-
-Part = Literal["down", "up", "alpha", "difference", "bias"]
 
 _PARTS: Mapping[str, Part] = {
     "lora_A.weight": "down",
-    "lora_A.default.weight": "down",
     "lora_down.weight": "down",
     "lora.down.weight": "down",
     "lora_B.weight": "up",
-    "lora_B.default.weight": "up",
+    "lora_mid.weight": "middle",
     "lora_up.weight": "up",
     "lora.up.weight": "up",
+    **{part: part for forms in (FORMS["LoHa"], FORMS["LoKr"]) for form in forms for part in form},
     "alpha": "alpha",
+    "dora_scale": "magnitude",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
     "diff": "difference",
+    "diff_m": "difference",
+    "w_norm": "difference",
+    "set_weight": "replacement",
     "diff_b": "bias",
+    "b_norm": "bias",
     "lora_B.bias": "bias",
-    "lora_B.default.bias": "bias",
 }
 _PREFIXES = (
     "base_model.model.",
     "model.diffusion_model.",
     "diffusion_model.",
     "transformer.",
+    "unet.",
     "lora_unet_",
     "lora_transformer_",
-    "",
+    "lycoris_",
 )
 _TEXT_ENCODERS = ("text_encoder", "text_encoders.", "lora_te", "text_model.", "cond_stage_model.", "conditioner.")
-_UNSUPPORTED_KINDS = {
-    "dora_scale": "a DoRA",
-    "lora_magnitude_vector": "a DoRA",
-    "lora_mid": "a LoCon with middle matrices",
-    "hada_w": "a LoHa",
-    "lokr_w": "a LoKr",
-    "oft_": "an OFT",
-}
-_FACTOR_SUFFIXES = tuple(f".{suffix}" for suffix, part in _PARTS.items() if part in ("down", "up"))
+_XLABS_KEY = re.compile(r"(.+\.processor\.(?:qkv|proj)_lora\d?)\.(down|up)\.weight")
+_ADAPTER_NAME = re.compile(r"(\.(?:lora_[AB]|lora_magnitude_vector))\.[^.]+(\.(?:weight|bias))$")
+"""The name that PEFT gives an adapter, "default" where its user gives none."""
 _REPETITION = re.compile(r"(?<!\\)[*+?{]")
 _REPEATED_GROUP = re.compile(r"\)[*+?{]|\\\d")
 _PATTERNS_MAX, _REPEATING_PATTERNS_MAX, _REPETITIONS_MAX = 20_000, 64, 2
@@ -78,23 +78,24 @@ _METADATA = "lora_adapter_metadata"
 
 def holds_factors(names: Iterable[str]) -> bool:
     """Whether the names of a file's tensors are those of a LoRA."""
-    return any(name.endswith(_FACTOR_SUFFIXES) for name in names)
+    return any(_split_key(name)[1] in FACTORS for name in names)
 
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """The keys of a file for one tensor of the model: up @ down · scale, or a difference, is added to the tensor."""
+    """The keys of a file for one tensor of the model, whose combination times `scale` is added to the tensor, or
+    replaces it."""
 
     shape: tuple[int, ...]
     """The shape of the model's tensor."""
     product_shape: tuple[int, ...]
-    """The shape of the file's product or difference; another shape than the model's does not fit."""
+    """The shape of the file's product or difference; another shape than the model's is not merged."""
     rows: Rows
     """The rows of the file's outputs that belong to the tensor."""
-    up: str | None = None
-    down: str | None = None
+    keys: Mapping[Part, str]
     scale: float = 1.0
-    difference: str | None = None
+    magnitude: str | None = None
+    """The key of DoRA's magnitudes: of the outputs, or of the inputs where its first dimension is 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +117,11 @@ class Targets:
     """Example keys of one module, one of each style."""
 
     def find(self, module: str) -> tuple[Target, ...]:
-        names = (module.removeprefix(prefix) for prefix in _PREFIXES if module.startswith(prefix))
-        return next((self.by_name[name] for name in names if name in self.by_name), ())
+        """The tensors of a module, whose name may have several prefixes; empty if the model does not have it."""
+        name = module
+        while name not in self.by_name and (prefix := next(filter(name.startswith, _PREFIXES), "")):
+            name = name.removeprefix(prefix)
+        return self.by_name.get(name, ())
 
 
 def make_targets(tensors: Mapping[str, TensorInfo], names: LoraNames) -> Targets:
@@ -157,13 +161,21 @@ def _keys(module: str, aliases: Sequence[str]) -> tuple[str, ...]:
 class LoraMatch:
     factors: dict[str, Factors]
     """Factors by the name of the model's tensor."""
+    misfits: dict[str, Factors]
+    """Factors of another shape than the model's tensor, which are not merged."""
     unknown_keys: list[str]
     """Keys that match no tensor of the model."""
     text_keys: list[str]
     known_modules: int
-    """The number of the file's modules that the model has; text encoders' are not counted."""
+    """The number of the file's modules that fit the model; text encoders' are not counted."""
     unknown_modules: int
     """The number of the file's modules that the model does not have."""
+    misfit_modules: int
+    """The number of the file's modules that the model has, and of which nothing fits."""
+
+    @property
+    def modules(self) -> int:
+        return self.known_modules + self.unknown_modules + self.misfit_modules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,15 +201,17 @@ class LoraFile:
         modules: dict[str, dict[Part, str]] = {}
         others = []
         for key in checkpoint.tensors:
-            if kind := next((kind for part, kind in _UNSUPPORTED_KINDS.items() if f".{part}" in key), None):
+            if ".oft_" in key:
                 raise UnsupportedError(
-                    f"lora={path} is {kind} ({key}), which is not supported; use a plain LoRA", field="lora"
+                    f"lora={path} is an OFT ({key}), which is not supported; use a plain LoRA", field="lora"
                 )
-            suffix = next((suffix for suffix in _PARTS if key.endswith(f".{suffix}")), None)
-            if suffix is None:
+            module, part = _split_key(key)
+            if part is None:
                 others.append(key)
-            else:
-                modules.setdefault(key.removesuffix(f".{suffix}"), {})[_PARTS[suffix]] = key
+            elif (other := modules.setdefault(module, {}).setdefault(part, key)) != key:
+                raise UnsupportedError(
+                    f"lora={path} has both {other} and {key}; use a file with one LoRA", field="lora"
+                )
         if not modules:
             raise InvalidValueError(
                 f"lora={path} holds no LoRA, but {join_names(others, 3)}; expected keys that end in lora_A.weight and "
@@ -220,58 +234,116 @@ class LoraFile:
             raise CheckpointError(f"lora={error}", field="lora") from error
 
     def match(self, targets: Targets) -> LoraMatch:
-        """The factors for the model's tensors. Shapes are recorded, and not compared with the model's."""
+        """The factors for the model's tensors."""
         factors: dict[str, Factors] = {}
+        misfits: dict[str, Factors] = {}
         unknown = [key for key in self.other_keys if not key.startswith(_TEXT_ENCODERS)]
         text_keys = [key for key in self.other_keys if key.startswith(_TEXT_ENCODERS)]
-        known_modules = unknown_modules = 0
+        known_modules = unknown_modules = misfit_modules = 0
         for module, parts in self.modules.items():
             found = targets.find(module)
-            if found:
-                known_modules += 1
-            elif module.startswith(_TEXT_ENCODERS):
+            if not found and module.startswith(_TEXT_ENCODERS):
                 text_keys.extend(parts.values())
-            else:
-                unknown_modules += 1
-                unknown.extend(parts.values())
+                continue
+            made: dict[str, Factors] = {}
             for target in found:
-                made = self._factors(module, parts, target, targets.shapes)
-                if twice := next((name for name in made if name in factors), None):
-                    raise InvalidValueError(
-                        f"lora={self.path} changes {twice} under two names, one of them {module}; download it again",
-                        field="lora",
-                    )
-                factors |= made
+                made |= self._factors(module, parts, target, targets.shapes)
                 if "bias" in parts and target.bias is None:
                     unknown.append(parts["bias"])
-        return LoraMatch(factors, unknown, text_keys, known_modules, unknown_modules)
+            if twice := next((name for name in made if name in factors or name in misfits), None):
+                raise InvalidValueError(
+                    f"lora={self.path} changes {twice} under two names, one of them {module}; download it again",
+                    field="lora",
+                )
+            fitting = {name: each for name, each in made.items() if each.product_shape == each.shape}
+            factors |= fitting
+            misfits |= {name: each for name, each in made.items() if name not in fitting}
+            if not found:
+                unknown_modules += 1
+                unknown.extend(parts.values())
+            elif made and not fitting:
+                misfit_modules += 1
+            else:
+                known_modules += 1
+        return LoraMatch(factors, misfits, unknown, text_keys, known_modules, unknown_modules, misfit_modules)
 
     def _factors(
         self, module: str, parts: Mapping[Part, str], target: Target, shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, Factors]:
         made = {}
+        if "bias" in parts and target.bias is not None:
+            found = self._shape(parts["bias"])
+            bias: Mapping[Part, str] = {"difference": parts["bias"]}
+            made[target.bias] = Factors(shapes[target.bias], _cut_rows(found, target.rows), target.rows, bias)
+        if parts.keys() <= {"alpha", "bias"}:
+            return made
+        keys = {part: parts[part] for part in self._form(module, parts)}
+        whole, rank = self._combined_shape(module, keys)
         shape = shapes[target.weight]
-        if ("up" in parts) != ("down" in parts):
+        product = _fit_kernel(_cut_rows(whole, target.rows), shape)
+        scale = 1.0 if rank is None else self._scale(module, parts, max(rank, 1))
+        if "magnitude" in parts:
+            self._check_magnitude(parts["magnitude"], whole, product)
+        made[target.weight] = Factors(shape, product, target.rows, keys, scale, parts.get("magnitude"))
+        return made
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        return self.checkpoint.tensors[key].shape
+
+    def _form(self, module: str, parts: Mapping[Part, str]) -> tuple[Part, ...]:
+        """The parts that make the module's difference."""
+        if form := find_form(parts):
+            return form
+        kinds = [kind for kind, forms in FORMS.items() if any(part in form for form in forms for part in parts)]
+        if len(kinds) > 1:
+            raise UnsupportedError(
+                f"lora={self.path} has both a {' and a '.join(kinds)} for {module}; use another file", field="lora"
+            )
+        key = next(key for part, key in parts.items() if part not in ("alpha", "bias"))
+        raise InvalidValueError(
+            f"lora={self.path} has {key} without {'its other half' if kinds else 'a LoRA'}; download it again",
+            field="lora",
+        )
+
+    def _combined_shape(self, module: str, keys: Mapping[Part, str]) -> tuple[tuple[int, ...], int | None]:
+        """The shape of the module's difference, and its rank."""
+        shapes = {part: self._shape(key) for part, key in keys.items()}
+        if whole := next((part for part in WHOLE if part in shapes), None):
+            return shapes[whole], None
+        if shapes.keys() == {"up", "down"}:
+            self._check_halves(module, shapes["up"], shapes["down"])
+        elif any(len(shape) < 2 for shape in shapes.values()):
+            raise self._misfit(module, shapes)
+        try:
+            product = combine({part: torch.empty(shape, device="meta") for part, shape in shapes.items()})
+        except RuntimeError as error:
+            raise self._misfit(module, shapes) from error
+        return tuple(product.shape), find_rank(shapes)
+
+    def _misfit(self, module: str, shapes: Mapping[Part, tuple[int, ...]]) -> InvalidValueError:
+        listed = ", ".join(f"{part} has shape {shape}" for part, shape in shapes.items())
+        return InvalidValueError(
+            f"lora={self.path}: the factors of {module} do not fit each other: {listed}; download it again",
+            field="lora",
+        )
+
+    def _check_magnitude(self, key: str, whole: tuple[int, ...], product: tuple[int, ...]) -> None:
+        """Raises for DoRA's magnitudes that are none of the outputs or inputs of the module's difference."""
+        shape = self._shape(key)
+        size = math.prod(shape)
+        if shape[:1] == (1,) and len(whole) > 1 and size == whole[1] and size == math.prod(shape[1:2]):
+            if product[0] != whole[0]:
+                raise UnsupportedError(
+                    f"lora={self.path} has magnitudes of inputs ({key}) for a module that is several in the model, "
+                    "which is not supported; use a DoRA with magnitudes of outputs, or a plain LoRA",
+                    field="lora",
+                )
+        elif not shape or size != shape[0] or size != whole[0]:
             raise InvalidValueError(
-                f"lora={self.path} has {parts.get('up') or parts.get('down')} without its other half; download it "
-                "again",
+                f"lora={self.path}: {key} has shape {shape}, expected one number for each output or input of a "
+                f"difference of shape {whole}; download it again",
                 field="lora",
             )
-        if "up" in parts and "difference" in parts:
-            raise UnsupportedError(
-                f"lora={self.path} has both a LoRA and a difference for {module}; use another file", field="lora"
-            )
-        if "up" in parts:
-            up, down = (self.checkpoint.tensors[parts[part]].shape for part in ("up", "down"))
-            self._check_halves(module, up, down)
-            product = _product(up, down, target.rows, shape)
-            scale = self._scale(module, parts, rank=max(down[0], 1) if down else 1)
-            made[target.weight] = Factors(shape, product, target.rows, parts["up"], parts["down"], scale)
-        elif "difference" in parts:
-            made[target.weight] = self._difference(parts["difference"], target.rows, shape)
-        if "bias" in parts and target.bias is not None:
-            made[target.bias] = self._difference(parts["bias"], target.rows, shapes[target.bias])
-        return made
 
     def _check_halves(self, module: str, up: tuple[int, ...], down: tuple[int, ...]) -> None:
         """Raises InvalidValueError unless up [outputs, rank] and down [rank, inputs] have one rank; both may be kernels
@@ -285,10 +357,6 @@ class LoraFile:
             f"lora={self.path}: the halves of {module} do not fit each other: {found}, {expected}; download it again",
             field="lora",
         )
-
-    def _difference(self, key: str, rows: Rows, shape: tuple[int, ...]) -> Factors:
-        found = self.checkpoint.tensors[key].shape
-        return Factors(shape, _cut_rows(found, rows), rows, difference=key)
 
     def _scale(self, module: str, parts: Mapping[Part, str], rank: int) -> float:
         """alpha / rank; 1 for a file without alpha."""
@@ -317,11 +385,22 @@ class LoraFile:
             ) from error
 
 
-def _product(up: tuple[int, ...], down: tuple[int, ...], rows: Rows, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of up @ down: the model's own where the numbers agree, so that a linear layer's fits a 1×1×1 kernel."""
-    outputs = _cut_rows(up, rows)[0]
-    same = math.prod(down[1:]) == math.prod(shape[1:]) and len(shape) > 1
-    return (outputs, *(shape[1:] if same else down[1:]))
+def _split_key(key: str) -> tuple[str, Part | None]:
+    """The module that a key names, and the part."""
+    if match := _XLABS_KEY.fullmatch(key):
+        return match[1], "down" if match[2] == "down" else "up"
+    key = _ADAPTER_NAME.sub(r"\1\2", key)
+    suffix = next((suffix for suffix in _PARTS if key.endswith(f".{suffix}")), None)
+    if suffix is None:
+        return key, None
+    module = key.removesuffix(f".{suffix}")
+    return f"{module}.modulation" if suffix == "diff_m" else module, _PARTS[suffix]
+
+
+def _fit_kernel(product: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The model's own shape where the numbers agree, so that a linear layer's difference fits a 1×1×1 kernel."""
+    same = len(shape) > 1 and len(product) > 1 and math.prod(product[1:]) == math.prod(shape[1:])
+    return (product[0], *shape[1:]) if same else product
 
 
 def _cut_rows(shape: tuple[int, ...], rows: Rows) -> tuple[int, ...]:

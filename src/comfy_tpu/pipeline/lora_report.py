@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from comfy_tpu.compiler.checkpoint import TensorInfo
+from comfy_tpu.config import Lora
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import Preset
 from comfy_tpu.families.model_family import ModelFamily
 from comfy_tpu.families.presets import recognise_file
 from comfy_tpu.families.registry import find_published, load_family
-from comfy_tpu.pipeline.lora import NOISE, OpenLora, check_match, group_layers, noise_of_name
+from comfy_tpu.pipeline.lora import NOISE, OpenLora, check_match, describe_misfits, group_layers, noise_of_name
+from comfy_tpu.pipeline.lora_algebra import FACTORS, WHOLE, find_rank
 from comfy_tpu.pipeline.lora_keys import LoraFile, LoraMatch, Targets, make_targets
 from comfy_tpu.pipeline.model_files import ModelFiles, find_local
 from comfy_tpu.pipeline.single_files import published_shapes
@@ -31,19 +33,27 @@ class LoraTargets:
     presets: Mapping[str, Preset]
 
     @classmethod
-    def find(cls, model: str) -> LoraTargets:
+    def find(cls, model: str, ignored_keys: Collection[str] = ()) -> LoraTargets:
         """Of a demo model, a directory, or a hub id; one that is not on this machine is known by its published
-        configuration, and not downloaded."""
+        configuration, and not downloaded. `ignored_keys`: see `RuntimeConfig.ignored_config_keys`."""
         directory = find_local(model)
-        if directory is None and (published := find_published(model)) is not None:
-            hub_id, card = published
-            family, shapes = load_family(card.name), published_shapes(card.name, hub_id)
-            tensors = {name: TensorInfo(name, shape, torch.bfloat16, Path()) for name, shape in shapes.items()}
-            return cls(hub_id, family, make_targets(tensors, family.denoiser.lora_names), card.presets)
-        files = ModelFiles.open(model if directory is None else directory, name=model, to_run=False)
-        tensors = dict(files.checkpoint(files.family.transformer).tensors)
+        if directory is None and (published := cls.from_published(model)) is not None:
+            return published
+        place = model if directory is None else directory
+        files = ModelFiles.open(place, name=model, to_run=False, ignored_keys=ignored_keys)
+        tensors = files.checkpoint(files.family.transformer).tensors
         targets = make_targets(tensors, files.family.denoiser.lora_names)
         return cls(files.name, files.family, targets, files.presets)
+
+    @classmethod
+    def from_published(cls, model: str) -> LoraTargets | None:
+        """Of a model whose configuration is built in; None for another."""
+        if (published := find_published(model)) is None:
+            return None
+        hub_id, card = published
+        family, shapes = load_family(card.name), published_shapes(card.name, hub_id)
+        tensors = {name: TensorInfo(name, shape, torch.bfloat16, Path()) for name, shape in shapes.items()}
+        return cls(hub_id, family, make_targets(tensors, family.denoiser.lora_names), card.presets)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +70,7 @@ class LoraReport:
     scales: tuple[float, ...]
     """All values of alpha over rank, rising; 1 where the file has no alpha."""
     low_rank: int
-    """Modules that are changed by a product of two factors."""
+    """Modules that are changed by a product of factors."""
     differences: int
     """Weights that are changed by a tensor of their own size: norms, tables, a first convolution."""
     biases: int
@@ -68,6 +78,8 @@ class LoraReport:
     modules: int
     unmatched_keys: tuple[str, ...]
     """Keys that the model has no place for, those of all layers as one."""
+    misfits: tuple[str, ...]
+    """Weights that are not merged because the model has them in another shape, those of all layers as one."""
     text_keys: int
     """Keys of a text encoder, which are left out."""
     noise: str
@@ -100,10 +112,22 @@ def report_lora(path: Path, place: LoraTargets) -> LoraReport:
         file.checkpoint.close()
 
 
+def check_before_download(loras: Sequence[Lora], model: str) -> None:
+    """Raises InvalidValueError or CheckpointError for a LoRA that does not fit a published model, where that is not on
+    this machine yet."""
+    if not loras or find_local(model) is not None or (place := LoraTargets.from_published(model)) is None:
+        return
+    for lora in loras:
+        file = LoraFile.open(lora.path)
+        try:
+            check_match(lora.path, file, file.match(place.targets), place.targets, place.model, place.family.name)
+        finally:
+            file.checkpoint.close()
+
+
 def _make_report(file: LoraFile, matched: LoraMatch, place: LoraTargets, problem: str | None) -> LoraReport:
     parts = [part for parts in file.modules.values() for part in parts]
-    downs = [file.checkpoint.tensors[each["down"]].shape for each in file.modules.values() if "down" in each]
-    products = [factors for factors in matched.factors.values() if factors.up is not None]
+    products = [factors for factors in matched.factors.values() if FACTORS & factors.keys.keys()]
     preset = recognise_file(file.path, file.metadata, place.presets)
     has_pair = len(place.family.denoiser.transformers) == len(NOISE)
     return LoraReport(
@@ -111,14 +135,15 @@ def _make_report(file: LoraFile, matched: LoraMatch, place: LoraTargets, problem
         model=place.model,
         family=place.family.name,
         style=_style(file),
-        ranks=tuple(sorted({shape[0] for shape in downs if shape})),
+        ranks=tuple(sorted(_ranks(file))),
         scales=tuple(sorted({round(factors.scale, 6) for factors in products})),
-        low_rank=parts.count("down"),
-        differences=parts.count("difference"),
+        low_rank=sum(bool(FACTORS & each.keys()) for each in file.modules.values()),
+        differences=sum(part in WHOLE for part in parts),
         biases=parts.count("bias"),
         matched_modules=matched.known_modules,
-        modules=matched.known_modules + matched.unknown_modules,
+        modules=matched.modules,
         unmatched_keys=tuple(group_layers(matched.unknown_keys)),
+        misfits=tuple(describe_misfits(matched)),
         text_keys=len(matched.text_keys),
         noise=(noise_of_name(file.path) if has_pair else None) or "all",
         preset=preset,
@@ -131,14 +156,13 @@ def _make_report(file: LoraFile, matched: LoraMatch, place: LoraTargets, problem
 
 def summarize(lora: OpenLora, presets: Mapping[str, Preset]) -> str:
     """One line of a LoRA that is in use."""
-    total = lora.matched.known_modules + lora.matched.unknown_modules
-    shapes = [lora.file.checkpoint.tensors[each["down"]].shape for each in lora.file.modules.values() if "down" in each]
     noise = "" if lora.noise == "all" else f", for {lora.noise} noise"
     preset = recognise_file(lora.file.path, lora.file.metadata, presets)
     made_for = "" if preset is None else f", made for preset {preset}"
     return (
-        f"lora {lora.file.path.name} at strength {lora.strength:g}: {lora.matched.known_modules} of {total} modules fit"
-        f"{format_ranks(shape[0] for shape in shapes if shape)}{noise}{made_for}"
+        f"lora {lora.file.path.name} at strength {lora.strength:g}: {lora.matched.known_modules} of "
+        f"{lora.matched.modules} modules fit"
+        f"{format_ranks(_ranks(lora.file))}{noise}{made_for}"
     )
 
 
@@ -150,9 +174,17 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f", rank {found[0]}" if len(found) == 1 else f", ranks {found[0]} to {found[-1]}"
 
 
+def _ranks(file: LoraFile) -> set[int]:
+    found = (
+        find_rank({part: file.checkpoint.tensors[key].shape for part, key in each.items()})
+        for each in file.modules.values()
+    )
+    return {rank for rank in found if rank is not None}
+
+
 def _style(file: LoraFile) -> str:
     keys = list(file.checkpoint.tensors)
-    if any(key.startswith(("lora_unet_", "lora_transformer_")) for key in keys):
+    if any(key.startswith(("lora_unet_", "lora_transformer_", "lycoris_")) for key in keys):
         return "kohya"
     if any(key.startswith(("diffusion_model.", "model.diffusion_model.")) for key in keys):
         return "ComfyUI"

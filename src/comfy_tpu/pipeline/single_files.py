@@ -12,9 +12,12 @@ import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from comfy_tpu.bridge import build_skeleton, weight_shapes
 from comfy_tpu.compiler.checkpoint import Checkpoint
@@ -25,8 +28,11 @@ from comfy_tpu.config import SingleFiles
 from comfy_tpu.errors import CheckpointError, InvalidValueError, UnsupportedError, config_errors, join_names
 from comfy_tpu.families.card import SCHEDULER_FILE, Config, ModelCard, Preset
 from comfy_tpu.families.model_family import ModelFamily
-from comfy_tpu.families.reference import load_references
+from comfy_tpu.families.presets import file_names
 from comfy_tpu.families.registry import find_family_card, find_model_card, find_published, load_family, model_cards
+from comfy_tpu.families.shared.config_checks import check_absent, check_scheduler, clean_config
+from comfy_tpu.families.shared.published import known_configs, part_configs
+from comfy_tpu.families.variants import find_named
 from comfy_tpu.json_input import read_json
 from comfy_tpu.pipeline.lora_keys import holds_factors
 from comfy_tpu.pipeline.model_files import (
@@ -37,6 +43,8 @@ from comfy_tpu.pipeline.model_files import (
     is_hub_id,
 )
 from comfy_tpu.quiet import quiet
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +92,16 @@ class SingleFileModel(ModelFiles):
         return digest.hexdigest()[:16]
 
 
-def open_model(model: str | Path | SingleFiles, *, name: str | None = None) -> ModelFiles:
+def open_model(
+    model: str | Path | SingleFiles, *, name: str | None = None, ignored_keys: Collection[str] = ()
+) -> ModelFiles:
     """Opens a demo model, a directory, a hub id, or single files. `name` replaces the model's in messages."""
-    return _open(model, name) if isinstance(model, SingleFiles) else ModelFiles.open(model, name=name)
+    if isinstance(model, SingleFiles):
+        return _open(model, name, ignored_keys)
+    return ModelFiles.open(model, name=name, ignored_keys=ignored_keys)
 
 
-def _open(given: SingleFiles, name: str | None) -> SingleFileModel:
+def _open(given: SingleFiles, name: str | None, ignored_keys: Collection[str]) -> SingleFileModel:
     opened = {path: open_single_file(path) for path in given.paths}
     for path, checkpoint in opened.items():
         if holds_factors(checkpoint.tensors):
@@ -104,7 +116,8 @@ def _open(given: SingleFiles, name: str | None) -> SingleFileModel:
         )
     name = name or given.transformers[0].name
     if given.base is None:
-        hub_id, card = _detect(transformers)
+        names = [name for path in given.transformers for name in file_names(path, _read_metadata(path))]
+        hub_id, card = _detect(transformers, names)
         directory = _base_directory(hub_id, name)
     else:
         directory = _base_directory(given.base, name)
@@ -112,9 +125,13 @@ def _open(given: SingleFiles, name: str | None) -> SingleFileModel:
     family = load_family(card.name)
     _check_count(given, family)
     files = _assign(given, opened, family)
-    configs = {spec.name: _config(spec, family, directory, hub_id) for spec in family.components}
+    configs = {spec.name: _config(spec, family, directory, hub_id, ignored_keys) for spec in family.components}
     index = {"_class_name": card.pipeline_classes[0]}
-    model = SingleFileModel(name, directory, family, index, files=files, configs=configs)
+    ignored = frozenset(ignored_keys)
+    model = SingleFileModel(
+        name, directory, family, index, files=files, configs=configs, hub_id=hub_id, ignored_keys=ignored
+    )
+    check_scheduler(model._read_optional_json(SCHEDULER_FILE), model.path(SCHEDULER_FILE), ignored)
     for spec in family.components:
         model.checkpoint(spec)  # converts the names
     _check_folders(model, hub_id)
@@ -216,23 +233,28 @@ def _download_advice(base: str, folders: Sequence[str]) -> str:
     return f"download them, a few MB: `hf download {base} --include {patterns}`, or give a directory that has them"
 
 
-def _config(spec: ComponentSpec, family: ModelFamily, directory: Path, hub_id: str) -> Config:
+def _config(
+    spec: ComponentSpec, family: ModelFamily, directory: Path, hub_id: str, ignored_keys: Collection[str]
+) -> Config:
     """The configuration in the base directory, else the published one."""
     path = directory / spec.name / "config.json"
+    package = find_family_card(family.card).package
     if path.is_file():
         with config_errors(str(path)):
-            found = read_json(path)
+            config = read_json(path)
+            found = clean_config(config, spec.classes[0], path, ignored_keys)
+            check_absent(config, known_configs(package, hub_id).get(spec.name, {}), path)
         return {name: value for name, value in found.items() if not name.startswith("_")}
     if spec in family.denoiser.transformers and hub_id in family.card.published:
         return family.card.published[hub_id]
-    reference = load_references(find_family_card(family.card))[0].get(hub_id)
-    if reference is None or spec.name not in reference.configs:
+    configs = part_configs(package, hub_id)
+    if spec.name not in configs:
         raise CheckpointError(
             f"{path} does not exist, and no configuration of that {spec.name} is built in; give a model directory that "
             "has one",
             field="model",
         )
-    return {**_class_defaults(spec), **reference.configs[spec.name]}
+    return {**_class_defaults(spec), **configs[spec.name]}
 
 
 def _class_defaults(spec: ComponentSpec) -> dict[str, Any]:
@@ -247,10 +269,11 @@ def _class_defaults(spec: ComponentSpec) -> dict[str, Any]:
     }
 
 
-def _detect(transformers: Sequence[WeightSource]) -> tuple[str, ModelCard]:
-    """The hub id and card of the published model whose transformer has the shapes of these files."""
+def _detect(transformers: Sequence[Checkpoint], names: Sequence[str]) -> tuple[str, ModelCard]:
+    """The hub id and card of the published model whose transformer has the shapes of these files. `names`: what tells
+    between models of equal shapes."""
     source, found = transformers[0], dict[str, ModelCard]()
-    recognised = False
+    recognised, nearest = False, dict[str, list[str]]()
     for card in model_cards():
         if not card.reads_single_files:
             continue
@@ -260,19 +283,15 @@ def _detect(transformers: Sequence[WeightSource]) -> tuple[str, ModelCard]:
             continue
         recognised = True
         for hub_id, config in card.published.items():
-            if _has_shapes(source, part, family.transformer, card.name, hub_id, config):
+            differences = _find_differences(source, part, family.transformer, card.name, hub_id, config)
+            if differences is not None:
+                nearest[hub_id] = differences
+            if differences == []:
                 found[hub_id] = card
     fitting = {hub_id: card for hub_id, card in found.items() if card.transformer_count == len(transformers)}
-    cards = {card.name: hub_id for hub_id, card in reversed(fitting.items())}
-    if len(cards) == 1:
-        (name,) = cards
-        return cards[name], fitting[cards[name]]
-    if cards:
-        raise InvalidValueError(
-            f"{source.path.name} may be a {' or a '.join(sorted(cards))}, which have the same shapes; say which: "
-            f"{' or '.join(fitting)}",
-            field="model",
-        )
+    if fitting:
+        hub_id = find_named(names, fitting) or _choose_first(source.path.name, fitting)
+        return hub_id, fitting[hub_id]
     if found:
         hub_id, card = next(iter(found.items()))
         count = "two transformers: give the files for high and for low noise"
@@ -282,9 +301,11 @@ def _detect(transformers: Sequence[WeightSource]) -> tuple[str, ModelCard]:
             field="transformer",
         )
     if recognised:
+        hub_id, differences = min(nearest.items(), key=lambda item: len(item[1]), default=("", []))
+        closest = f" (the closest is {hub_id}: the file {join_names(differences, 3)})" if differences else ""
         raise CheckpointError(
-            f"{source.path.name} has the names of a known transformer, but the shapes of no published one; choose the "
-            "model directory or hub id that it belongs to",
+            f"{source.path.name} has the names of a known transformer, but the shapes of no published one{closest}; "
+            "choose the model directory or hub id that it belongs to",
             field="model",
         )
     raise CheckpointError(
@@ -294,23 +315,56 @@ def _detect(transformers: Sequence[WeightSource]) -> tuple[str, ModelCard]:
     )
 
 
+def _read_metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
+
+
+def _choose_first(file: str, fitting: Mapping[str, ModelCard]) -> str:
+    """The first of several published models of equal shapes, with a warning if their defaults differ."""
+    first, card = next(iter(fitting.items()))
+    if cards := sorted({other.name for other in fitting.values()} - {card.name}):
+        raise InvalidValueError(
+            f"{file} may be a {' or a '.join(sorted((card.name, *cards)))}, which have the same shapes; say which: "
+            f"{' or '.join(fitting)}",
+            field="model",
+        )
+    if any(card.defaults_of(other) != card.defaults_of(first) for other in fitting):
+        logger.warning(
+            "%s has the shapes of %s, and its name does not say which; it runs with the defaults of %s. Choose the "
+            "model that it belongs to for others",
+            file,
+            " and ".join(fitting),
+            first,
+            extra={"field": "model"},
+        )
+    return first
+
+
 def _readable_models() -> str:
     return ", ".join(card.name for card in model_cards() if card.reads_single_files)
 
 
-def _has_shapes(
+def _find_differences(
     source: WeightSource, part: PartFile, spec: ComponentSpec, model: str, hub_id: str, config: Config
-) -> bool:
+) -> list[str] | None:
+    """What a file lacks, and has besides or in another shape than a published transformer; None if it is not whole."""
     try:
         converted = part.open(source, config, model)
-    except CheckpointError:  # a file that is not whole; if nothing else fits, that is said
-        return False
+    except CheckpointError:
+        return None
     shapes = {spec.rename(name) if spec.rename else name: info.shape for name, info in converted.tensors.items()}
     wanted = published_shapes(model, hub_id)
     extra = [name for name in shapes if name not in wanted]
-    return all(shapes.get(name) == shape for name, shape in wanted.items()) and all(
-        any(fnmatch.fnmatchcase(name, pattern) for pattern in spec.unused) for name in extra
-    )
+    return [
+        *(f"lacks {name}" for name in wanted if name not in shapes),
+        *(f"also has {name}" for name in extra if not any(fnmatch.fnmatchcase(name, each) for each in spec.unused)),
+        *(
+            f"has {name} in shape {shapes[name]} instead of {shape}"
+            for name, shape in wanted.items()
+            if shapes.get(name, shape) != shape
+        ),
+    ]
 
 
 @functools.cache

@@ -21,10 +21,22 @@ _ORIGINAL_NAMES = (
     (r"\bff_context\.net\.2$", "txt_mlp.2"),
     *COMMON_NAMES,
 )
+_XLABS_NAMES = (
+    (r"^transformer_blocks\.(\d+)\.attn\.to_[qkv]$", r"double_blocks.\1.processor.qkv_lora1"),
+    (r"^transformer_blocks\.(\d+)\.attn\.add_[qkv]_proj$", r"double_blocks.\1.processor.qkv_lora2"),
+    (r"^transformer_blocks\.(\d+)\.attn\.to_out\.0$", r"double_blocks.\1.processor.proj_lora1"),
+    (r"^transformer_blocks\.(\d+)\.attn\.to_add_out$", r"double_blocks.\1.processor.proj_lora2"),
+    (r"^single_transformer_blocks\.(\d+)\.attn\.to_[qkv]$", r"single_blocks.\1.processor.qkv_lora"),
+    (r"^single_transformer_blocks\.(\d+)\.proj_out$", r"single_blocks.\1.processor.proj_lora"),
+)
+"""xlabs' names, for the attentions and what follows them."""
 
 
 def lora_names(module: str, shape: tuple[int, ...]) -> Mapping[str, Rows]:
     rows = fused_rows(module, shape)
     if module.endswith(".proj_mlp"):  # behind query, key and value
         rows = (slice(3 * shape[1], 3 * shape[1] + shape[0]),)
-    return {rename_module(module, _ORIGINAL_NAMES): rows}
+    names = {rename_module(module, _ORIGINAL_NAMES): rows}
+    if (xlabs := rename_module(module, _XLABS_NAMES)) != module:
+        names[xlabs] = rows
+    return names

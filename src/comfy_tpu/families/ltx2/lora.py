@@ -15,6 +15,7 @@ _ORIGINAL_NAMES = (
     (r"^av_cross_attn_audio_scale_shift\.", "av_ca_audio_scale_shift_adaln_single."),
     (r"^av_cross_attn_video_a2v_gate\.", "av_ca_a2v_gate_adaln_single."),
     (r"^av_cross_attn_audio_v2a_gate\.", "av_ca_v2a_gate_adaln_single."),
+    (r"\b(audio|video)_a2v_cross_attn_scale_shift_table$", r"scale_shift_table_a2v_ca_\1"),
     (r"\bnorm_([qk])$", r"\1_norm"),
 )
 
