@@ -30,6 +30,7 @@ TWINS = [
     ("docs/comfyui.md", "docs/comfyui.zh-CN.md"),
     ("docs/control.md", "docs/control.zh-CN.md"),
     ("docs/debugging.md", "docs/debugging.zh-CN.md"),
+    ("docs/defaults.md", "docs/defaults.zh-CN.md"),
     ("docs/design.md", "docs/design.zh-CN.md"),
     ("docs/few-steps.md", "docs/few-steps.zh-CN.md"),
     ("docs/hosts.md", "docs/hosts.zh-CN.md"),

@@ -132,8 +132,8 @@ class AttentionConfig:
     """The tokens that a video token attends to in the transformer's self-attention. None: all of them. Text encoders,
     VAEs and attention to the prompt are never limited."""
     over_mesh: bool = True
-    """Whether attention is split over the mesh. False: every device computes all heads, for models that are too small
-    to split."""
+    """Whether heads are split over the mesh. False: every device computes all heads, for models that are too small to
+    split; a kernel of ours then computes a share of the queries on each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +206,8 @@ class RuntimeConfig:
     cache: CacheConfig = CacheConfig()
     memory: ResidencyConfig | None = None
     """None: the models of this process share the devices' memory by the default rules."""
+    ignored_config_keys: tuple[str, ...] = ()
+    """Keys of the model's configurations that are left out, where the installed libraries do not know them."""
     dump: Path | None = None
     """A directory for the text of every program that is compiled or read from the cache."""
 
@@ -230,11 +232,16 @@ class RunOptions:
     context_keyframes: float | None = None
     tile: str | None = None
     tile_overlap: float | None = None
+    cpu_fallback: bool = False
+    """Whether the TPU Compile nodes may run a large model on the CPU where the devices cannot."""
+    allow_download: bool = False
+    """Whether a node may download a model of any size. Without it, one that takes long is refused."""
 
     @property
     def settings(self) -> dict[str, Any]:
         """The chosen values by field of `GenerationSettings`."""
-        return {name: value for name, value in vars(self).items() if name not in ("runtime", "preset")}
+        others = ("runtime", "preset", "cpu_fallback", "allow_download")
+        return {name: value for name, value in vars(self).items() if name not in others}
 
     @property
     def context_settings(self) -> dict[str, Any]:

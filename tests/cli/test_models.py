@@ -302,3 +302,15 @@ def test_a_lora_is_reported_on(home, capsys):
     assert run(capsys, "lora", "gone.safetensors")[2] == (
         "comfy-tpu: FILE gone.safetensors is not a file; give a .safetensors file\n"
     )
+
+
+def test_a_key_of_the_model_may_be_left_out(home, capsys):
+    shutil.copytree(DEMO_DIRECTORY, "newer")
+    path = Path("newer/transformer/config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "shiny": True}))
+    name = "diffusion_model.blocks.0.self_attn.q"
+    tensors = {f"{name}.lora_down.weight": torch.zeros(4, 256), f"{name}.lora_up.weight": torch.zeros(256, 4)}
+    save_file(tensors, "few.safetensors")
+    status, _, err = run(capsys, "lora", "few.safetensors", "--model", "newer")
+    assert (status, "--ignore-config-key shiny" in err) == (1, True)
+    assert run(capsys, "lora", "few.safetensors", "--model", "newer", "--ignore-config-key", "shiny")[0] == 0

@@ -147,7 +147,7 @@ def test_what_is_no_file(place: Path, capsys: pytest.CaptureFixture[str], monkey
 def test_plan_does_not_replace_the_model(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comfy_tpu.planning.models.find_model", lambda model: None)
+    monkeypatch.setattr("comfy_tpu.planning.models.find_model", lambda model, ignored: None)
     said = refused(capsys, "plan", "./demo", "--tpu", "v6e-8", "--export", "demo/model_index.json")
     assert said == (
         "--export demo/model_index.json would replace demo/model_index.json, which is an input of this run; choose "

@@ -92,7 +92,7 @@ def run(models):
     wrong = outcome(lambda: sampler.execute(prompt_embeds=[entry()], pipeline=3, **plain))
 
     report = run.NodeReport.__new__(run.NodeReport)
-    report.note, report._stages, report._node, shown = None, {}, "7", []
+    report.notes, report._stages, report._node, shown = [], {}, "7", []
     report._shown, report._shown_at = [], 0.0
     run.send_node_text = lambda node, lines: shown.append("\n".join(map(join_line, lines)))
     pipeline.on_progress = report

@@ -15,6 +15,7 @@ import fake_comfyui  # beside this file
 import torch
 
 from comfy_tpu.comfy.node_text import join_line
+from comfy_tpu.config import RunOptions
 from comfy_tpu.errors import DeviceMemoryError, TraceError
 from comfy_tpu.families.wan.card import CARD
 from comfy_tpu.pipeline.progress import Progress, ignore_progress
@@ -47,7 +48,7 @@ def run_family(run, error, *, opens=True):
     run.send_node_text = lambda node, lines: shown.append("\n".join(map(join_line, lines)))
     pipeline = types.SimpleNamespace(use_loras=lambda loras, preset: None, previews=None, on_progress=ignore_progress)
     run.open_pipeline = lambda *given: pipeline if opens else raise_error(error)
-    with contextlib.suppress(Exception), run.pipeline_run(CARD.node_sets[0], "demo", {"denoising": 4}):
+    with contextlib.suppress(Exception), run.pipeline_run(CARD.node_sets[0], "demo", {"denoising": 4}, RunOptions()):
         pipeline.on_progress(Progress("denoising", "", 0, 4, size="64×64×17"))
         raise_error(error)
     return {"texts": shown, "stage": run.STATUS.snapshot()["activity"]["stage"]}

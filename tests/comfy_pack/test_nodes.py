@@ -303,6 +303,9 @@ SPECIFIED = {
             ("context_keyframes", "FLOAT", {"default": 0.0, "min": 0.0, "max": 1.0, "optional": True}),
             ("tile", "STRING", {"default": "", "optional": True}),
             ("tile_overlap", "FLOAT", {"default": 0.25, "min": 0.0, "max": 0.75, "optional": True}),
+            ("cpu_fallback", "BOOLEAN", {"default": False, "optional": True}),
+            ("allow_download", "BOOLEAN", {"default": False, "optional": True}),
+            ("ignore_config_keys", "STRING", {"default": "", "optional": True}),
         ],
         [("options", "TPU_OPTIONS")],
     ),
@@ -325,6 +328,28 @@ SPECIFIED = {
         [("model", "MODEL")],
     ),
     "TPUInfo": ("TPU Info", "TPU", [("after", "*", {"optional": True})], [("info", "STRING")]),
+}
+
+KEEP_NUMBERS = ("Wan21TextEncoder", "Wan21TPUSampler", "Wan21TPUVAEDecoder", "Wan21TPUPipeline")
+ZERO = ("height", "width", "num_frames", "num_inference_steps", "flow_shift", "fps")
+MINUS_ONE = ("guidance_scale", "guidance_scale_2")
+
+
+def with_own(given):
+    """The input as it starts with 0, or with -1 where 0 means something: the model's own value."""
+    name, kind, values = given
+    if name not in (*ZERO, *MINUS_ONE):
+        return given
+    own = 0 if name in ZERO else -1
+    changed = {**values, "default": own, "min": own}
+    if name == "num_frames":
+        changed["step"] = 1
+    return name, kind, changed
+
+
+SPECIFIED = {
+    node_id: (*node[:2], node[2] if node_id in KEEP_NUMBERS else [with_own(each) for each in node[2]], *node[3:])
+    for node_id, node in SPECIFIED.items()
 }
 SPECIFIED = {
     node_id: (shown, category, inputs if node_id.startswith("TPU") else [*inputs, PIPELINE], outputs)

@@ -34,9 +34,9 @@ def test_the_text_of_a_family_node_ends_in_a_finished_state(case, text, ends):
     ("case", "text", "raised"),
     [
         ("cancelled", r"cancelled after \d+\.\d s", "InterruptProcessingException"),
-        ("failed", r"failed after \d+\.\d s", "RuntimeError"),
         ("out of memory", r"failed after \d+\.\d s", "OutOfMemory"),
         ("on the host", "", "TraceError"),
+        ("failed", "", "RuntimeError"),  # the host runs it then, too
     ],
 )
 def test_the_text_of_a_node_of_comfyui_ends_too(case, text, raised, ends):

@@ -23,7 +23,7 @@ def test_the_published_size() -> None:
     model = find_model("LTX-2")
     work = model.workload(model.defaults)
     assert (work.tokens, work.text_tokens, work.layers, work.hidden, work.ffn) == (6144, 1024, 48, 4096, 16384)
-    assert work.batch == 3, "the prompt, the negative prompt, and both streams without each other"
+    assert work.batch == 4, "the prompt, the negative prompt, without a block's self-attention, and without each other"
 
 
 @pytest.mark.slow

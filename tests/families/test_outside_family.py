@@ -59,6 +59,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for ours, theirs in NAMES:
             text = text.replace(ours, theirs)
         (place / "outside_family" / path.name).write_text(text, encoding="utf-8")
+    (place / "outside_family" / "published").mkdir()
+    for path in (FAMILY / "published").glob("*.json"):
+        shutil.copy(path, place / "outside_family" / "published" / "outside__Outside-Video.json")
     write_distribution(place, "outside", "outside_family")
     (place / "broken_family").mkdir()
     (place / "broken_family" / "__init__.py").touch()
@@ -317,6 +320,8 @@ def test_two_families_cannot_claim_the_same(other: FamilyCard, message: str | No
 def test_a_model_that_two_families_claim_is_refused(installed: Path, tmp_path: Path) -> None:
     place = tmp_path / "site"
     shutil.copytree(installed / "outside_family", place / "rival_family")
+    published = place / "rival_family" / "published"
+    (published / "outside__Outside-Video.json").rename(published / "outside__Rival-Video.json")
     for path in (place / "rival_family").glob("*.py"):
         text = path.read_text().replace("outside_family", "rival_family")
         path.write_text(text.replace("Outside-Video", "Rival-Video").replace('key="Outside"', 'key="Rival"'))

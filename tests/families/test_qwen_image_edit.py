@@ -18,7 +18,9 @@ from comfy_tpu.compiler.cache import count_compilations
 from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.qwen_image import image as qwen_image
+from comfy_tpu.families.qwen_image.card import RESULT_AREA
 from comfy_tpu.families.qwen_image.text import shown_length
+from comfy_tpu.families.shared.sizes import target_size
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.closeness import SAME, psnr
 from tests.covering import covering
@@ -126,9 +128,9 @@ def test_text_encoder(mesh: str, scan: bool) -> None:
 
 @pytest.mark.parametrize("size", [(100, 75), (64, 96), (2000, 21), (1, 100), (5000, 5000)])
 def test_sizes_are_those_of_diffusers(size: tuple[int, int]) -> None:
-    for area in (qwen_image.VAE_AREA, qwen_image.SHOWN_AREA):
+    for area in (RESULT_AREA, qwen_image.SHOWN_AREA):
         wanted = pipeline_qwenimage_edit_plus.calculate_dimensions(area, size[0] / size[1])
-        assert qwen_image.target_size(*size, area) == wanted
+        assert target_size(*size, area) == wanted
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 from comfy_tpu.cli import options
 from comfy_tpu.errors import CheckpointError
 from comfy_tpu.families.settings import make_settings
+from comfy_tpu.families.shared.schedulers import own_shift
 from comfy_tpu.families.wan import model as wan_model
 from comfy_tpu.families.wan.model import WAN21
 from comfy_tpu.jobs.opening import choose_settings
@@ -18,6 +19,8 @@ from comfy_tpu.pipeline.model_files import ModelFiles
 from tests.families import wan_pipelines
 from tests.families.wan_pipelines import KINDS
 from tests.pipeline import small_pipeline
+
+SCHEDULERS = {"flow_shift": "UniPCMultistepScheduler", "shift": "FlowMatchEulerDiscreteScheduler"}
 
 
 def model(
@@ -27,7 +30,8 @@ def model(
     if scheduler is None:
         shutil.rmtree(at / "scheduler")
     else:
-        (at / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
+        described = {"_class_name": SCHEDULERS[next(iter(scheduler))], **scheduler} if scheduler else {}
+        (at / "scheduler" / "scheduler_config.json").write_text(json.dumps(described))
     if generation is not None:
         (at / "generation.json").write_text(json.dumps(generation))
     return ModelFiles.open(at)
@@ -93,6 +97,7 @@ def test_that_of_wan21_goes_with_the_size() -> None:
 
 @pytest.mark.parametrize("value", ["3.0", None, True])
 def test_a_shift_that_is_no_number(value: Any, tmp_path: Path) -> None:
-    files = model("5B", tmp_path / "m", {"flow_shift": value})
     with pytest.raises(CheckpointError, match=f"flow_shift={value!r}, expected a number; download the model again"):
-        assert files.defaults
+        own_shift(lambda name: {"flow_shift": value})
+    with pytest.raises(CheckpointError, match=f"flow_shift={value!r}, expected a value such as 1.0; download"):
+        model("5B", tmp_path / "m", {"flow_shift": value})

@@ -90,7 +90,7 @@ _MODULES = ("blocks.0.attn1.to_q", "blocks.0.ffn.net.0.proj", "proj_out", "block
 _PREFIXES = ("", "transformer.", "diffusion_model.", "lora_unet_", "text_encoder.", "base_model.model.")
 _SUFFIXES = (
     *("lora_A.weight", "lora_B.weight", "lora_down.weight", "lora_up.weight", "alpha", "diff", "diff_b"),
-    *("lora_B.bias", "dora_scale", "hada_w1_a", "weight", "lora_A.default.weight"),
+    *("lora_B.bias", "dora_scale", "hada_w1_a", "lokr_w1", "lokr_w2", "diff_m", "weight", "lora_A.default.weight"),
 )
 LORA_NAMES = tuple(f"{prefix}{module}.{suffix}" for prefix in _PREFIXES for module in _MODULES for suffix in _SUFFIXES)
 ADAPTER = {
@@ -122,9 +122,8 @@ def _targets() -> Any:
 def read_lora(directory: Path, _: Any, case: Case) -> None:
     file = LoraFile.open(write(directory, case))
     for factors in file.match(_targets()).factors.values():
-        for key in (factors.up, factors.down, factors.difference):
-            if key is not None:
-                file.read(key)
+        for key in factors.keys.values():
+            file.read(key)
 
 
 # artifacts

@@ -51,7 +51,7 @@ def test_ten_thousand_damaged_files(name: str, tmp_path: Path) -> None:
 
 
 MESSAGES: dict[str, str | None] = {
-    "architecture/key-of-two-lines": "has a b, which this version of diffusers does not know",
+    "architecture/key-of-two-lines": "has a b, which WanTransformer3DModel of diffusers",
     "benchmark/device-without-glyphs": None,
     "benchmark/model-of-400-letters": None,
     "benchmark/no-tokens": r"a run in there cannot be shown \(KeyError: 'tokens'\); give files that `comfy-tpu bench",

@@ -138,7 +138,7 @@ def read_clip(path: Path) -> tuple[int, int, list[tuple[int, float]]]:
         stream = container.streams.video[0]
         sounds = [(each.rate, float(each.duration * each.time_base)) for each in container.streams.audio]
         assert stream.average_rate is not None
-        return sum(1 for _ in container.decode(stream)), round(stream.average_rate), sounds
+        return sum(1 for _ in container.decode(stream)), round(float(stream.average_rate)), sounds
 
 
 def repeat_frames(monkeypatch: pytest.MonkeyPatch) -> None:

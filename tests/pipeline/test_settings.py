@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.settings import check_prompt, make_settings
 from comfy_tpu.families.wan.model import WAN21, WAN22
@@ -52,7 +51,7 @@ def test_a_bad_value_is_named_with_what_would_do(chosen: dict[str, Any], text: s
 def test_what_is_not_chosen_stays_the_default() -> None:
     settings = make_settings(WAN21.card.defaults, {"seed": 3, "height": None}, WAN21.card.limits)
     own = {"context_frames": 81, "context_overlap": 30}  # those of windows follow from the model's length
-    assert settings == dataclasses.replace(GenerationSettings(), seed=3, **own)
+    assert settings == dataclasses.replace(WAN21.card.defaults, seed=3, **own)
 
 
 def test_every_default_and_preset_is_allowed() -> None:

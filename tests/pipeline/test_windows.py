@@ -3,6 +3,7 @@ and scheduler in float32 and the same noise; and how many programs they need."""
 
 import functools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,7 @@ def blend_plainly(made: GenerationSettings, starts: Sequence[int], weights: Sequ
 
 def blend_as_comfyui(made: GenerationSettings, schedule: str, weights: str, stride: int = 1) -> Blend:
     handler = comfyui_context_windows.handler(schedule, weights, 3, 1, stride)
+    model = SimpleNamespace(latent_format=SimpleNamespace(temporal_downscale_ratio=4))
 
     def blend(number: int, timestep: torch.Tensor, latents: torch.Tensor, predict: Any) -> torch.Tensor:
         handler.set_step = lambda *_: setattr(handler, "_step", number)
@@ -105,7 +107,7 @@ def blend_as_comfyui(made: GenerationSettings, schedule: str, weights: str, stri
             return [predict(window, bool(positive)) for positive in (True, False)]
 
         options = {"transformer_options": {}}
-        positive, negative = handler.execute(compute, None, [[], []], latents, timestep.view(1), options)
+        positive, negative = handler.execute(compute, model, [[], []], latents, timestep.view(1), options)
         return guide(made, positive, negative)
 
     return blend

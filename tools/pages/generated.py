@@ -8,6 +8,7 @@ from pathlib import Path
 
 from comfy_tpu.families import registry
 from comfy_tpu.families.card import FamilyCard
+from tools.pages import defaults_page
 from tools.pages.facts import KINDS, Facts
 from tools.pages.help_page import help_page
 from tools.pages.model_table import model_table, replace_table
@@ -41,6 +42,8 @@ def generated_files(
         if language == "en":
             yield "locales/en/nodeDefs.json", json.dumps(definitions, indent=2, ensure_ascii=False) + "\n"
             yield PATH, extended_record(root, nodes)
+        built_in = [card for card in cards if is_built_in(card)]
+        yield defaults_page.PATHS[language], defaults_page.defaults_page(built_in, language)
         for node_set in (node_set for card in cards for node_set in card.node_sets):
             facts = Facts(node_set, texts, definitions, language)
             for kind in KINDS:
@@ -93,4 +96,8 @@ def is_stale(path: Path, text: str) -> bool:
 
 def built_in_cards() -> list[FamilyCard]:
     """The families of this repository: an installed one brings pages of its own."""
-    return [card for card in registry.family_cards() if card.package in registry.BUILT_IN]
+    return [card for card in registry.family_cards() if is_built_in(card)]
+
+
+def is_built_in(card: FamilyCard) -> bool:
+    return card.package in registry.BUILT_IN

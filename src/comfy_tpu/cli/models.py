@@ -138,7 +138,7 @@ def _document(
 
 
 def _describe(model: KnownModel, free: int, machine: Machine | None, fits: Mapping[str, Fit | None]) -> dict[str, Any]:
-    own, local, fit = model.card.defaults, model.local, fits.get(model.name)
+    own, local, fit = model.card.defaults_of(model.name), model.local, fits.get(model.name)
     described: dict[str, Any] = {
         "name": model.name,
         "family": model.family,

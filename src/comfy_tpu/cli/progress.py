@@ -6,10 +6,12 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from comfy_tpu.cli.terminal import print_message
+from comfy_tpu.families.presets import describe_settings
 from comfy_tpu.parallel.hosts import is_first_host
 from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.terminal_text import escape_controls
@@ -99,6 +101,11 @@ class Display:
                 bar.leave = not progress.from_cache  # nothing was compiled then, and nothing stays to say so
                 bar.set_description_str(f"{bar.desc}: {self.account.programs[-1].seconds:.1f} s")
             self._bars.pop(key).close()
+
+    def show_own_settings(self, settings: Mapping[str, Any]) -> None:
+        """Shows, where bars are shown, the settings that the model decided."""
+        if settings and sys.stderr.isatty():
+            print_message(f"the model's own: {describe_settings(settings)}")
 
     def _new_bar(self, progress: Progress) -> Any:
         from tqdm import tqdm

@@ -45,7 +45,7 @@ from comfy_tpu.parallel.hosts import check_same, first_host_value, host_names, i
 from comfy_tpu.pipeline import artifacts, atomic, interpolation, media, reuse, video
 from comfy_tpu.pipeline.checks import check_context, check_tiled_media
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
-from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
+from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia, follow_media
 from comfy_tpu.pipeline.initial import INITIAL, read_strength
 from comfy_tpu.pipeline.interpolation import Interpolator, check_interpolation
 from comfy_tpu.pipeline.lora_report import summarize
@@ -56,6 +56,9 @@ from comfy_tpu.pipeline.progress import Progress
 from comfy_tpu.pipeline.second_pass import check_second_pass, describe_second_pass, read_second_pass
 from comfy_tpu.pipeline.step_checkpoint import StepCheckpoint, checkpoint_path
 from comfy_tpu.terminal_text import excerpt
+
+_SHOWN = ("width", "height", "num_frames", "num_inference_steps", "guidance_scale", "flow_shift", "negative_prompt")
+"""The settings of which a terminal shows what the model decided."""
 
 
 class Session:
@@ -109,8 +112,10 @@ class Session:
         # A preset of the file that `base` is from is in these settings already, with what was chosen beside it.
         preset = {} if getattr(self.arguments, "preset_of_input", False) else self.pipeline.preset.settings
         said = opening.choose_settings(vars(self.arguments), self.pipeline.family.card.sizes, preset)
-        said = opening.add_frames(said, given, self.pipeline.family.card, self.pipeline.defaults)
+        said = follow_media(said, given, self.pipeline.family.card, self.pipeline.defaults)
         settings = self.pipeline.settings(**{**known, **said})
+        left = [name for name in _SHOWN if name not in known and said.get(name) in (None, "")]
+        self.display.show_own_settings({name: getattr(settings, name) for name in left})
         if hasattr(self.arguments, "lora"):
             self.pipeline.warn_of_preset(settings)
         if self._preview is not None:
@@ -348,7 +353,7 @@ def _check_before_download(
     if published is None or find_local(str(model)) is not None:
         return
     hub_id, card = published
-    settings = _choose_settings(arguments, card, card.presets, card.defaults, hub_id, given or NO_MEDIA)
+    settings = _choose_settings(arguments, card, card.presets, card.defaults_of(hub_id), hub_id, given or NO_MEDIA)
     check_context(card, hub_id, settings)
     if given is not None:
         check_given(card, given, settings, hub_id)
@@ -374,7 +379,7 @@ def _choose_settings(
     name = getattr(arguments, "preset", None)
     preset = {} if name in (None, AUTO) else find_preset(presets, name, model).settings
     chosen = opening.choose_settings(vars(arguments), card.sizes, preset)
-    return make_settings(defaults, opening.add_frames(chosen, given, card, defaults), card.limits)
+    return make_settings(defaults, follow_media(chosen, given, card, defaults), card.limits)
 
 
 def check_video_output(arguments: argparse.Namespace, num_videos: int = 1) -> None:

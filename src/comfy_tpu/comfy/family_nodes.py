@@ -34,9 +34,10 @@ from comfy_tpu.comfy.initial_latents import read_initial_latents, settings_for_e
 from comfy_tpu.comfy.node_text import NodeText, size_text
 from comfy_tpu.comfy.remote_run import remote_run
 from comfy_tpu.comfy.run import pipeline_run, show_note
-from comfy_tpu.config import Lora, RuntimeConfig, SecondPass, SingleFiles
+from comfy_tpu.config import Lora, RunOptions, SecondPass, SingleFiles
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import NodeSet
+from comfy_tpu.families.presets import describe_settings
 from comfy_tpu.terminal_text import excerpt
 
 if TYPE_CHECKING:
@@ -107,9 +108,9 @@ class TextEncoder(FamilyNode):
         **images: Any,
     ) -> io.NodeOutput:
         family, model = cls.FAMILY, inputs.choose_model(model_id, pipeline)
-        runtime, given = inputs.check_options(options).runtime, _take_images(images)
-        with open_run(family, model, {"encoding": 1}, server, runtime=runtime) as pipeline:
-            chosen = pipeline.settings(negative_prompt=negative_prompt)
+        run_options, given = inputs.check_options(options), _take_images(images)
+        with open_run(family, model, {"encoding": 1}, server, run_options) as pipeline:
+            chosen = _make_settings(pipeline, negative_prompt=negative_prompt)
             pipeline.warn_of_ignored(chosen)
             # Over 1, so that the negative prompt is read too: whether it counts is the sampler's guidance_scale.
             embeddings = pipeline.encode_text(prompt, dataclasses.replace(chosen, guidance_scale=2.0), given)
@@ -138,7 +139,7 @@ class ImageEncoder(FamilyNode):
             last = [inputs.frame(family, "last_image", "last")] if family.has_last_image else []
             ending = " and, for models that take one, the last" if family.has_last_image else ""
             what, size = f"Encodes the first frame of a video{ending}", ", at the same size"
-            given = [frame, *inputs.size_inputs(family), model, *last]
+            given = [frame, *inputs.size_inputs(family, keeps_numbers=False), model, *last]
         made = inputs.IMAGE_TYPE.Output("image_embeds", tooltip=f"For {family.name} TPU Sampler{size}.")
         return cls.schema("Image Encoder (TPU)", f"{what}, on the device.", given, [made])
 
@@ -154,7 +155,7 @@ class ImageEncoder(FamilyNode):
         inputs.check_integers(**_pick_counts(chosen))
         count = _latent_frames(cls.FAMILY, chosen) if "num_frames" in chosen else len(given)
         model = inputs.choose_model(model_id, pipeline)
-        with open_run(cls.FAMILY, model, {"encoding": count}, server, runtime=run_options.runtime) as pipeline:
+        with open_run(cls.FAMILY, model, {"encoding": count}, server, run_options) as pipeline:
             context = run_options.context_settings
             settings = _make_settings(pipeline, **chosen, **context) if chosen else pipeline.settings()
             return node_output(pipeline.encode_media(given, settings))
@@ -166,7 +167,8 @@ class VideoEncoder(FamilyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         family = cls.FAMILY
-        given = [*inputs.size_inputs(family), inputs.model_id(family), *inputs.media_inputs(family)]
+        sizes = inputs.size_inputs(family, keeps_numbers=False)
+        given = [*sizes, inputs.model_id(family), *inputs.media_inputs(family)]
         made = inputs.IMAGE_TYPE.Output("image_embeds", tooltip=f"For {family.name} TPU Sampler, at the same size.")
         return cls.schema(
             "Video Encoder (TPU)",
@@ -187,7 +189,7 @@ class VideoEncoder(FamilyNode):
         inputs.check_integers(**_pick_counts(chosen))
         count = _latent_frames(cls.FAMILY, chosen)
         model = inputs.choose_model(model_id, pipeline)
-        with open_run(cls.FAMILY, model, {"encoding": count}, server, runtime=run_options.runtime) as pipeline:
+        with open_run(cls.FAMILY, model, {"encoding": count}, server, run_options) as pipeline:
             settings = _make_settings(pipeline, **chosen, **run_options.context_settings)
             return node_output(pipeline.encode_media(given, settings))
 
@@ -239,18 +241,21 @@ class Sampler(FamilyNode):
     ) -> io.NodeOutput:
         family, run_options = cls.FAMILY, inputs.check_options(options)
         inputs.check_integers(**_pick_counts(chosen))
-        steps = chosen["num_inference_steps"]
-        prompts = {"prompt_embeds": check_conditioning("prompt_embeds", prompt_embeds, steps)}
+        given = {"prompt_embeds": prompt_embeds}
         if family.has_negative_prompt:
-            name = "negative_prompt_embeds"
-            prompts[name] = check_conditioning(name, negative_prompt_embeds or [], steps)
+            given["negative_prompt_embeds"] = negative_prompt_embeds or []
+        for name, prompt in given.items():  # what can be refused before the model is opened
+            check_conditioning(name, prompt, chosen["num_inference_steps"] or 1)
         shared = _check_image_embeds(image_embeds)
-        begun = read_initial_latents(initial_latents, chosen.get("fps"))
-        stages = {"denoising": chosen["num_inference_steps"]}
+        begun = read_initial_latents(initial_latents, chosen.get("fps") or None)
+        stages = {"denoising": _step_count(family, chosen)}
         model = inputs.choose_model(model_id, pipeline)
         loras = inputs.check_loras(lora)
-        with open_run(family, model, stages, server, loras, run_options.runtime, run_options.preset) as pipeline:
-            settings = _make_settings(pipeline, **chosen, **run_options.settings)
+        with open_run(family, model, stages, server, run_options, loras) as pipeline:
+            followed = _reference_size(pipeline, shared)
+            settings = _make_settings(pipeline, followed, **chosen, **run_options.settings)
+            steps = settings.num_inference_steps
+            prompts = {name: check_conditioning(name, prompt, steps) for name, prompt in given.items()}
             if begun is not None:
                 settings = settings_for_each(begun, settings)
                 shared = start_from(pipeline, shared, begun, strength, settings)
@@ -288,15 +293,16 @@ class VAEDecoder(FamilyNode):
         samples, run_options = from_latent("latents", latents), inputs.check_options(options)
         if fps is not None:
             inputs.check_integers(fps=fps)
+            fps = fps or latents.get("fps")
         check_fps("latents", latents, fps)
         model = inputs.choose_model(model_id, pipeline)
         stages = {"decoding": samples.shape[2]}
-        with open_run(cls.FAMILY, model, stages, server, runtime=run_options.runtime) as pipeline:
+        with open_run(cls.FAMILY, model, stages, server, run_options) as pipeline:
             settings = pipeline.latent_settings(samples, fps=fps, **run_options.context_settings)
             own = pipeline.from_vae_scale(samples)
             sound = pipeline.decode_sound(own, settings)
             images = to_images(pipeline.decode(own, settings), settings.num_frames)
-        return _frames_output(images, fps, sound)
+        return _frames_output(images, None if cls.FAMILY.makes_images else settings.fps, sound)
 
 
 class Pipeline(FamilyNode):
@@ -340,18 +346,19 @@ class Pipeline(FamilyNode):
         run_options = inputs.check_options(options)
         inputs.check_integers(**_pick_counts(chosen), **({} if fps is None else {"fps": fps}))
         given = _take_media(cls.FAMILY, chosen)
-        stages = {"denoising": chosen["num_inference_steps"], "decoding": _latent_frames(cls.FAMILY, chosen)}
+        stages = {"denoising": _step_count(cls.FAMILY, chosen), "decoding": _latent_frames(cls.FAMILY, chosen)}
         model = inputs.choose_model(model_id, pipeline)
         loras = inputs.check_loras(lora)
-        with open_run(cls.FAMILY, model, stages, server, loras, run_options.runtime, run_options.preset) as pipeline:
-            settings = _make_settings(pipeline, fps=fps, **chosen, **run_options.settings)
+        with open_run(cls.FAMILY, model, stages, server, run_options, loras) as pipeline:
+            followed = _image_size(pipeline, given)
+            settings = _make_settings(pipeline, followed, fps=fps, **chosen, **run_options.settings)
             settings = pipeline.settle_context(settings, given.images)
             embeddings = pipeline.encode(prompt, settings, given)
             _warn_of_cut(embeddings.cut)
             latents = pipeline.denoise(embeddings, settings)
             sound = pipeline.decode_sound(latents, settings)
             images = to_images(pipeline.decode(latents, settings), settings.num_frames)
-        return _frames_output(images, fps, sound)
+        return _frames_output(images, None if cls.FAMILY.makes_images else settings.fps, sound)
 
 
 def open_run(
@@ -359,15 +366,14 @@ def open_run(
     model: str | SingleFiles,
     stages: Mapping[str, int],
     server: Any,
+    options: RunOptions,
     loras: Sequence[Lora] = (),
-    runtime: RuntimeConfig = RuntimeConfig(),
-    preset: str | None = None,
 ) -> contextlib.AbstractContextManager[NodePipeline]:
     """The model's pipeline, here or on the server of a link."""
     remote = inputs.check_server(server)
     if remote is None:
-        return pipeline_run(family, model, stages, loras, runtime, preset)
-    return remote_run(remote, family, model, stages, loras, runtime, preset)
+        return pipeline_run(family, model, stages, options, loras)
+    return remote_run(remote, family, model, stages, options, loras)
 
 
 def _has_encoder(family: NodeSet) -> bool:
@@ -437,7 +443,12 @@ def _take_media(family: NodeSet, chosen: dict[str, Any]) -> GivenMedia:
 
 
 def _latent_frames(family: NodeSet, chosen: Mapping[str, Any]) -> int:
-    return int(chosen.get("num_frames", 1) - 1) // family.models[0].temporal_scale + 1
+    return int((chosen.get("num_frames") or family.defaults.num_frames) - 1) // family.models[0].temporal_scale + 1
+
+
+def _step_count(family: NodeSet, chosen: Mapping[str, Any]) -> int:
+    """For the progress bar, before the model says its own."""
+    return int(chosen["num_inference_steps"] or family.defaults.num_inference_steps)
 
 
 def _check_image_embeds(image_embeds: Any) -> dict[str, torch.Tensor]:
@@ -487,19 +498,38 @@ def _read_prompts(
     return dataclasses.replace(embeddings, timed_positive=positive, timed_negative=negative)
 
 
-def _make_settings(pipeline: NodePipeline, *, height: int, width: int, **chosen: Any) -> GenerationSettings:
-    """The settings of a run. A model for sizes below the widgets' minimum (the demo model) uses its own size; a preset
-    replaces what the widgets say, which always say something."""
-    own = pipeline.defaults
+def _image_size(pipeline: NodePipeline, given: GivenMedia) -> dict[str, Any]:
+    """Width and height of a result that has the shape of the last image."""
+    from comfy_tpu.pipeline.given_media import follow_image
+
+    return follow_image(pipeline.card, given.images)
+
+
+def _reference_size(pipeline: NodePipeline, shared: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Width and height of a result that has the shape of the last encoded image, whose latents have its size."""
+    card, names = pipeline.card, sorted(name for name in shared if name.startswith("reference_"))
+    if card.image is None or not card.image.result_area or not names:
+        return {}
+    height, width = shared[names[-1]].shape[-2:]
+    return {"height": height * card.spatial_scale, "width": width * card.spatial_scale}
+
+
+def _make_settings(pipeline: NodePipeline, followed: Mapping[str, Any] = {}, /, **chosen: Any) -> GenerationSettings:
+    """The settings of a run. `followed`: the size of given images, for a model that follows them. A model for sizes
+    below the widgets' minimum (the demo model) uses its own size; a preset replaces what the widgets say."""
+    if not pipeline.has_two_transformers:  # the widget is there for others of the family
+        chosen.pop("guidance_scale_2", None)
+    own, wanted = pipeline.defaults, inputs.drop_own(chosen)
+    left = [name for name in chosen if name not in wanted and name not in pipeline.preset.settings]
     if max(own.height, own.width) < inputs.SIZE_MIN:
-        if (height, width) != (own.height, own.width):
+        sides = {name: wanted.pop(name) for name in ("height", "width") if name in wanted}
+        if any(value != getattr(own, name) for name, value in sides.items()):
             size = size_text(f"{own.width}×{own.height}")
             logger.warning("%s always draws %s: height and width have no effect", pipeline.model_name, size)
             show_note(pipeline, NodeText("node.fixed_size", {"model": pipeline.model_name, "size": size}))
-        height, width = own.height, own.width
-    if not pipeline.has_two_transformers:  # the widget is there for others of the family
-        chosen.pop("guidance_scale_2", None)
-    settings = pipeline.settings(height=height, width=width, **{**chosen, **pipeline.preset.settings})
+    settings = pipeline.settings(**{**followed, **wanted, **pipeline.preset.settings})
+    if words := describe_settings({name: getattr(settings, name) for name in left}):
+        show_note(pipeline, NodeText("node.own", {"settings": words}))
     pipeline.warn_of_preset(settings)
     return settings
 

@@ -6,6 +6,7 @@ Ranges and defaults come from the family cards; the command line allows up to th
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from comfy_api.latest import io
@@ -23,6 +24,8 @@ from comfy_tpu.config import (
 )
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import NodeSet, VideoInput
+from comfy_tpu.hub.download import ALLOWED_BYTES
+from comfy_tpu.hub.sizes import format_bytes
 
 SIZE_MIN, FRAMES_MIN = 256, 17
 
@@ -67,8 +70,9 @@ def negative_prompt(family: NodeSet) -> io.Input:
         "negative_prompt",
         multiline=True,
         dynamic_prompts=True,
-        default=family.defaults.negative_prompt,
-        tooltip=f"What the {noun(family)} should not show. {family.words.negative_prompt}",
+        default="",
+        tooltip=f"What the {noun(family)} should not show. {family.words.negative_prompt} Empty: the model's own; a "
+        "space: nothing.",
     )
 
 
@@ -84,30 +88,68 @@ def negative_prompt_embeds(family: NodeSet) -> io.Input:
     return io.Conditioning.Input("negative_prompt_embeds", tooltip=tooltip)
 
 
-def size_inputs(family: NodeSet) -> list[io.Input]:
+_OWN: dict[str, int] = {
+    **dict.fromkeys(("height", "width", "num_frames", "num_inference_steps", "flow_shift", "fps"), 0),
+    **dict.fromkeys(("guidance_scale", "guidance_scale_2", "cfg_normalization", "stg_scale", "stg_block"), -1),
+    **dict.fromkeys(("modality_scale", "guidance_rescale", "audio_guidance_scale", "audio_stg_scale"), -1),
+    **dict.fromkeys(("audio_modality_scale", "audio_guidance_rescale"), -1),
+}
+"""The values of number widgets that mean the model's own: 0, or -1 where 0 means something."""
+
+
+def drop_own(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The chosen settings without those that are to be the model's own."""
+    return {name: value for name, value in chosen.items() if value != "" and (name not in _OWN or value != _OWN[name])}
+
+
+def _number(
+    family: NodeSet,
+    name: str,
+    most: float,
+    tooltip: str,
+    *,
+    least: float = 0,
+    step: float | None = None,
+    keeps_number: bool | None = None,
+) -> io.Input:
+    """A number widget of a setting. `least`: the smallest value where the widget starts with a number of the model's;
+    `keeps_number`: whether it does, else as the nodes of the family do."""
+    default = getattr(family.defaults, name)
+    kind = io.Int.Input if isinstance(default, int) else io.Float.Input
+    values: dict[str, Any] = {"default": default, "min": least, "max": most}
+    if not (family.keeps_numbers if keeps_number is None else keeps_number):
+        values |= {"default": _OWN[name], "min": _OWN[name]}
+        tooltip = f"{tooltip} {_OWN[name]}: the model's own."
+    if kind is io.Float.Input:
+        values |= {"default": float(values["default"]), "min": float(values["min"])}
+    return kind(name, **values, **({} if step is None else {"step": step}), tooltip=tooltip)
+
+
+def size_inputs(family: NodeSet, *, keeps_numbers: bool | None = None) -> list[io.Input]:
     """Height, width and frames."""
     sides = [
-        io.Int.Input(
+        _number(
+            family,
             side,
-            default=getattr(family.defaults, side),
-            min=SIZE_MIN,
-            max=family.size_max,
+            family.size_max,
+            _size_tooltip(family, side.capitalize()),
+            least=SIZE_MIN,
             step=family.limits.size_multiple,
-            tooltip=_size_tooltip(family, side.capitalize()),
+            keeps_number=keeps_numbers,
         )
         for side in ("height", "width")
     ]
     if family.makes_images:
         return sides
-    step = family.limits.frames_multiple
-    multiple = f": {step}n+1" if step > 1 else ""
-    frames = io.Int.Input(
+    multiple, keeps = family.limits.frames_multiple, family.keeps_numbers if keeps_numbers is None else keeps_numbers
+    frames = _number(
+        family,
         "num_frames",
-        default=family.defaults.num_frames,
-        min=FRAMES_MIN,
-        max=family.frames_max,
-        step=family.limits.frames_multiple,
-        tooltip=f"Frames of the video{multiple}. {family.words.frames}",
+        family.frames_max,
+        f"Frames of the video{f': {multiple}n+1' if multiple > 1 else ''}. {family.words.frames}",
+        least=FRAMES_MIN,
+        step=multiple if keeps else 1,  # a widget that starts at 0 would only reach multiples of its step
+        keeps_number=keeps_numbers,
     )
     return [*sides, frames]
 
@@ -115,33 +157,21 @@ def size_inputs(family: NodeSet) -> list[io.Input]:
 def sampling_inputs(family: NodeSet) -> list[io.Input]:
     """Height to flow_shift, in the order of the node table."""
     motion = "finer" if family.makes_images else "finer; below 20 motion suffers"
-    shift = io.Float.Input(
-        "flow_shift",
-        default=family.defaults.flow_shift,
-        min=1.0,
-        max=family.shift_max,
-        step=0.1,
-        tooltip=f"How long to stay at high noise: {family.words.flow_shift}.",
+    shift_text = f"How long to stay at high noise: {family.words.flow_shift}."
+    shift = (
+        [] if family.makes_images else [_number(family, "flow_shift", family.shift_max, shift_text, least=1, step=0.1)]
+    )
+    steps_text = f"Denoising steps. Fewer are faster, more are {motion}."
+    second = "The same for the low-noise transformer of models that have two. 0 takes guidance_scale for both."
+    norm = (
+        "The most that guidance may make of a velocity's norm, in norms of the prompt's own: 1 keeps it. 0 is no limit."
     )
     return [
         *size_inputs(family),
-        io.Int.Input(
-            "num_inference_steps",
-            default=family.defaults.num_inference_steps,
-            min=1,
-            max=100,
-            tooltip=f"Denoising steps. Fewer are faster, more are {motion}.",
-        ),
-        io.Float.Input(
-            "guidance_scale",
-            default=family.defaults.guidance_scale,
-            min=0.0,
-            max=20.0,
-            step=0.1,
-            tooltip=family.words.guidance,
-        ),
-        *([_second_guidance(family)] if family.has_second_guidance else []),
-        *([_cfg_normalization(family)] if family.normalizes_guidance else []),
+        _number(family, "num_inference_steps", 100, steps_text, least=1),
+        _number(family, "guidance_scale", 20.0, family.words.guidance, step=0.1),
+        *([_number(family, "guidance_scale_2", 20.0, second, step=0.1)] if family.has_second_guidance else []),
+        *([_number(family, "cfg_normalization", 10.0, norm, step=0.05)] if family.normalizes_guidance else []),
         *(_sound_guidance(family) if family.makes_sound else []),
         io.Int.Input(
             "seed",
@@ -152,19 +182,8 @@ def sampling_inputs(family: NodeSet) -> list[io.Input]:
             tooltip=f"The same seed with the same settings is the same {noun(family)}, bit for bit on the same chips "
             "and mesh, nearly on others.",
         ),
-        *([] if family.makes_images else [shift]),
+        *shift,
     ]
-
-
-def _second_guidance(family: NodeSet) -> io.Input:
-    return io.Float.Input(
-        "guidance_scale_2",
-        default=family.defaults.guidance_scale_2,
-        min=0.0,
-        max=20.0,
-        step=0.1,
-        tooltip="The same for the low-noise transformer of models that have two. 0 takes guidance_scale for both.",
-    )
 
 
 def media_inputs(family: NodeSet) -> list[io.Input]:
@@ -223,18 +242,6 @@ def _control_strength() -> io.Input:
     )
 
 
-def _cfg_normalization(family: NodeSet) -> io.Input:
-    return io.Float.Input(
-        "cfg_normalization",
-        default=family.defaults.cfg_normalization,
-        min=0.0,
-        max=10.0,
-        step=0.05,
-        tooltip="The most that guidance may make of a velocity's norm, in norms of the prompt's own: 1 keeps it. 0 is "
-        "no limit.",
-    )
-
-
 _SOUND_GUIDANCE: dict[str, tuple[float, str]] = {
     "stg_scale": (
         10.0,
@@ -252,17 +259,9 @@ _SOUND_GUIDANCE: dict[str, tuple[float, str]] = {
 
 def _sound_guidance(family: NodeSet) -> list[io.Input]:
     """Guidance beyond the prompt's, which is computed where guidance_scale is over 1."""
-    block = io.Int.Input(
-        "stg_block",
-        default=family.defaults.stg_block,
-        min=0,
-        max=family.limits.blocks - 1,
-        tooltip="The block, from 0, whose self-attention stg_scale compares with.",
-    )
-    scales = [
-        io.Float.Input(name, default=getattr(family.defaults, name), min=0.0, max=most, step=0.05, tooltip=text)
-        for name, (most, text) in _SOUND_GUIDANCE.items()
-    ]
+    words = "The block, from 0, whose self-attention stg_scale compares with."
+    block = _number(family, "stg_block", family.limits.blocks - 1, words)
+    scales = [_number(family, name, most, text, step=0.05) for name, (most, text) in _SOUND_GUIDANCE.items()]
     return [scales[0], block, *scales[1:]]
 
 
@@ -355,17 +354,15 @@ def start_inputs(family: NodeSet) -> list[io.Input]:
 
 def fps(family: NodeSet) -> io.Input:
     read = " The model reads it: the same in sampler and decoder." if family.reads_fps else ""
-    return io.Int.Input(
-        "fps",
-        default=family.defaults.fps,
-        min=1,
-        max=240,
-        tooltip=f"Frames a second of the video. {family.name} was trained at {family.words.trained_fps}.{read}",
-    )
+    words = f"Frames a second of the video. {family.name} was trained at {family.words.trained_fps}.{read}"
+    return _number(family, "fps", 240, words, least=1)
 
 
 def model_id(family: NodeSet) -> io.Input:
-    places = "A model of the Hugging Face hub, downloaded at its first use; a directory in ComfyUI's models/diffusers"
+    places = (
+        "A model of the Hugging Face hub, to be fetched by comfy-tpu download if it is over "
+        f"{format_bytes(ALLOWED_BYTES)}; a directory in ComfyUI's models/diffusers"
+    )
     demo = (
         "; or demo and demo-image, small models that come with the pack: moving shapes at 64×64, the second from an "
         "image"
@@ -438,6 +435,8 @@ def frame_outputs(family: NodeSet) -> list[io.Output]:
 def frames_problem(family: NodeSet, num_frames: Any) -> str | None:
     """The problem with a num_frames widget as a sentence, or None. ComfyUI checks ranges, but not 4n+1."""
     step, most = family.limits.frames_multiple, family.frames_max
+    if num_frames == _OWN["num_frames"]:
+        return None
     if not FRAMES_MIN <= num_frames <= most:
         return f"num_frames={num_frames} is outside {FRAMES_MIN} to {most}"
     if (num_frames - 1) % step:

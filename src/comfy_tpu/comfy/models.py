@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import folder_paths
 
 from comfy_tpu.comfy.first_import import import_jax
-from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, RuntimeConfig, SingleFiles
+from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL, RunOptions, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import InvalidValueError, join_names
 from comfy_tpu.families.card import NodeSet
 from comfy_tpu.families.registry import family_cards
+from comfy_tpu.hub.download import check_allowed
 from comfy_tpu.json_input import read_json
 
 if TYPE_CHECKING:
@@ -76,16 +77,18 @@ def open_pipeline(
     model_id: str | SingleFiles,
     family: NodeSet,
     on_fetch: Callable[[], None],
-    runtime: RuntimeConfig = RuntimeConfig(),
+    options: RunOptions,
 ) -> VideoPipeline:
-    """The pipeline of a model and a runtime; the same object until the model's files change, so that nothing is loaded
-    or compiled twice. The weights of all pipelines share the devices' memory, least recently used out first.
+    """The pipeline of a model with the runtime of the options; the same object until the model's files change, so that
+    nothing is loaded or compiled twice. The weights of all pipelines share the devices' memory, least recently used out
+    first.
 
-    `on_fetch` is called before a download, which can take an hour.
+    `on_fetch` is called before a download, which can take an hour, and which the options allow or not.
     """
     import_jax()
     from comfy_tpu.pipeline.video import VideoPipeline
 
+    runtime = options.runtime
     if isinstance(model_id, SingleFiles):
         return _open_single_files(model_id, family, runtime)
     local = _local_models(family)
@@ -101,6 +104,8 @@ def open_pipeline(
         known = _pipelines.get((model_id, runtime))
         if known is None or known[0] != stamp:
             if place is None and model_id not in _DEMO_MODELS:
+                if not options.allow_download:
+                    check_allowed(model_id, field="model_id")
                 on_fetch()
             _pipelines[model_id, runtime] = stamp, VideoPipeline.open(place or model_id, runtime, name=model_id)
         return _pipelines[model_id, runtime][1]

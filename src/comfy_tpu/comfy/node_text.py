@@ -24,6 +24,7 @@ ENGLISH = {
     "node.connecting": "connecting to {server}",
     "node.server_gone": "{server} does not answer; waiting {time}",
     "node.fixed_size": "{model} always draws {size}",
+    "node.own": "the model's own: {settings}",
     "size.image": "{width}×{height}",
     "size.video": "{width}×{height}, {frames} frames",
     "size.tokens": "{count} tokens",

@@ -19,7 +19,7 @@ from comfy_tpu.comfy.models import local_fingerprint
 from comfy_tpu.comfy.node_text import NodeText, duration_text
 from comfy_tpu.comfy.run import NodeReport, report_idle, run_lock
 from comfy_tpu.comfy.server_node import KEYS_FILE
-from comfy_tpu.config import Lora, RemoteServer, RuntimeConfig, SingleFiles
+from comfy_tpu.config import Lora, RemoteServer, RunOptions, RuntimeConfig, SingleFiles
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import NodeSet
 from comfy_tpu.remote.keys import find_key, parse_address
@@ -36,16 +36,15 @@ def remote_run(
     family: NodeSet,
     model: str | SingleFiles,
     stages: Mapping[str, int],
+    options: RunOptions,
     loras: Sequence[Lora] = (),
-    runtime: RuntimeConfig = RuntimeConfig(),
-    preset: str | None = None,
 ) -> Iterator[RemotePipeline]:
     """The model's pipeline on a server, reporting to the current node. `stages`: as in `pipeline_run`."""
     from comfy_tpu.remote.client import ServerClient
     from comfy_tpu.remote.pipeline import RemotePipeline, read_preview
     from comfy_tpu.remote.runner import Callbacks
 
-    name = _check_choices(model, runtime)
+    name = _check_choices(model, options.runtime)
     address = parse_address(server.address)
     key = find_key(address, os.environ, Path(folder_paths.get_user_directory(), KEYS_FILE))
     if key is not None and address.scheme == "http" and not address.is_loopback:
@@ -66,7 +65,7 @@ def remote_run(
         try:
             report.show_line([NodeText("node.connecting", {"server": shown})])
             pipeline = RemotePipeline.open(
-                client, name, callbacks, loras=loras, preset=preset, wait_seconds=server.wait_seconds
+                client, name, callbacks, loras=loras, preset=options.preset, wait_seconds=server.wait_seconds
             )
             _check_model(pipeline, family, name, shown)
             report.use_previews(pipeline.previews)

@@ -23,7 +23,7 @@ from comfy_tpu.comfy.preview_loop import PreviewLoop
 from comfy_tpu.comfy.routes import send_node_text, send_preview, send_status
 from comfy_tpu.comfy.status import STATUS
 from comfy_tpu.comfy.unloading import register_with_comfyui
-from comfy_tpu.config import Lora, RuntimeConfig, SingleFiles
+from comfy_tpu.config import Lora, RunOptions, SingleFiles
 from comfy_tpu.errors import UnsupportedError
 from comfy_tpu.families.card import NodeSet
 from comfy_tpu.pipeline.progress import Progress, ignore_progress, model_title
@@ -52,11 +52,10 @@ def pipeline_run(
     family: NodeSet,
     model_id: str | SingleFiles,
     stages: Mapping[str, int],
+    options: RunOptions,
     loras: Sequence[Lora] = (),
-    runtime: RuntimeConfig = RuntimeConfig(),
-    preset: str | None = None,
 ) -> Iterator[VideoPipeline]:
-    """The model's pipeline on this runtime with these LoRAs and this preset, reporting to the current node. `stages`:
+    """The model's pipeline with these LoRAs and options, reporting to the current node. `stages`:
     the stages that its progress bar counts, with totals."""
     context = get_executing_context()
     report = NodeReport(context.node_id if context else None, stages, family)
@@ -64,7 +63,7 @@ def pipeline_run(
         comfy.model_management.throw_exception_if_processing_interrupted()
         try:
             try:
-                pipeline = open_pipeline(model_id, family, lambda: report(_opening(model_id)), runtime)
+                pipeline = open_pipeline(model_id, family, lambda: report(_opening(model_id)), options)
             except ModuleNotFoundError as error:
                 raise UnsupportedError(
                     f"{error.name} is not installed in ComfyUI's Python; run `pip install -r requirements.txt` with it "
@@ -72,7 +71,7 @@ def pipeline_run(
                 ) from error
             start()
             register_with_comfyui()
-            pipeline.use_loras(loras, preset)
+            pipeline.use_loras(loras, options.preset)
             report.use_previews(pipeline.previews)
             pipeline.on_progress = report
             try:
@@ -90,7 +89,7 @@ def _opening(model_id: str | SingleFiles) -> Progress:
 def show_note(pipeline: NodePipeline, note: NodeText) -> None:
     """Shows a note on the current node."""
     if isinstance(pipeline.on_progress, NodeReport):
-        pipeline.on_progress.note = note
+        pipeline.on_progress.notes.append(note)
 
 
 @functools.cache
@@ -127,8 +126,8 @@ class NodeReport:
         self._previews: PreviewLoop[Any] = PreviewLoop(lambda image: send_preview(node, image) if node else None, rate)
         self._shown: list[NodeLine] = []
         self._shown_at, self._begun = 0.0, time.monotonic()
-        self.note: NodeText | None = None
-        """Shown above every text: what the node does otherwise than its inputs say."""
+        self.notes: list[NodeText] = []
+        """Shown above every text: what the node does otherwise than its inputs say, and the model's own settings."""
 
     @contextlib.contextmanager
     def to_the_end(self) -> Iterator[None]:
@@ -194,7 +193,7 @@ class NodeReport:
 
     def _show(self, line: NodeLine, *, immediately: bool) -> None:
         now = time.monotonic()
-        lines = [*([[self.note]] if self.note else []), line]
+        lines = [*([note] for note in self.notes), line]
         if self._node is None or lines == self._shown or (not immediately and now - self._shown_at < _TEXT_SECONDS):
             return
         self._shown, self._shown_at = lines, now

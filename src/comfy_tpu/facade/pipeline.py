@@ -19,7 +19,7 @@ from comfy_tpu.facade.given import as_lora, as_prompts, open_checkpoints, own_na
 from comfy_tpu.facade.video import Video
 from comfy_tpu.families.settings import merge_choices
 from comfy_tpu.pipeline import artifacts
-from comfy_tpu.pipeline.given_media import GivenMedia, choose_frames
+from comfy_tpu.pipeline.given_media import GivenMedia, follow_media
 from comfy_tpu.pipeline.initial import INITIAL, read_strength
 from comfy_tpu.pipeline.progress import ProgressCallback, ignore_progress
 from comfy_tpu.pipeline.second_pass import check_second_pass, denoise_again, describe_second_pass, read_second_pass
@@ -189,10 +189,8 @@ class Pipeline:
         given = read_media(images, {name: settings[name] for name in _MEDIA if name in settings})
         second = read_second_pass({name: plain_number(settings.get(name)) for name in _UPSCALE})
         stages = self.stages
-        chosen = merge_choices(stages.preset.settings, chosen)
-        if given.videos and chosen.get("num_frames") is None:
-            rate = self.settings(**chosen).fps
-            chosen["num_frames"] = choose_frames(given, stages.family.card, stages.defaults, rate)
+        chosen = {name: plain_number(value) for name, value in merge_choices(stages.preset.settings, chosen).items()}
+        chosen = follow_media(chosen, given, stages.card, stages.defaults)
         made = self.settings(**chosen)
         stages.warn_of_preset(made)
         made = result = stages.settle_context(made, given.images)

@@ -86,6 +86,9 @@ class ImageInput:
     max_images: int = 1
     seen_by_text_encoder: bool = False
     """Whether the text encoder sees the images too, so that a prompt is encoded with them."""
+    result_area: int = 0
+    """The pixels of a result that has the shape of the last image where no size is chosen. 0: it has the model's own
+    size."""
 
     @property
     def max_frames(self) -> int:
@@ -151,6 +154,8 @@ class ModelCard:
     """Frames per latent, except the first."""
     published: Mapping[str, Config]
     """Transformer configurations by hub id: full-size models are planned without a download."""
+    own_defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """The values in which a published model differs from `defaults`, by hub id."""
     matches: Callable[[Config, Config], bool] = lambda index, config: True
     """(model_index.json, the transformer's config.json) -> whether a model of `pipeline_classes` is of this kind."""
     refuses: Callable[[Config], str] = lambda config: ""
@@ -212,6 +217,10 @@ class ModelCard:
     def starts_from_video(self) -> bool:
         """Whether denoising may start from a video."""
         return any(video.role == "initial" for video in self.videos)
+
+    def defaults_of(self, hub_id: str) -> GenerationSettings:
+        """The defaults of a published model; `defaults` for any other."""
+        return dataclasses.replace(self.defaults, **self.own_defaults.get(hub_id, {}))
 
     def find_video(self, name: str) -> VideoInput | None:
         return next((video for video in self.videos if video.name == name), None)
@@ -298,7 +307,7 @@ class NodeSet:
     name: str
     category: str
     models: tuple[ModelCard, ...]
-    """The first one has the nodes' defaults."""
+    """The first one is the default of model_id."""
     latent_format: str
     """The class in comfy.latent_formats, for previews."""
     words: Words
@@ -310,6 +319,9 @@ class NodeSet:
     frames_max: int = 121
     shift_max: float = 10.0
     """The largest values of the widgets; the command line goes up to the model's limits."""
+    keeps_numbers: bool = False
+    """Whether text encoder, sampler, decoder and pipeline nodes start with the numbers of the first model, instead of 0
+    or -1 for those of the chosen one."""
     has_demo_models: bool = False
     """Whether the models that come with the package are of this kind."""
 

@@ -110,6 +110,10 @@ def _model_problems(model: ModelCard) -> Iterator[str]:
     yield from _video_problems(model)
     for name, size in {"default": {}, **model.sizes}.items():
         yield from _settings_problems(f"size {name}", size, model)
+    for hub_id, own in model.own_defaults.items():
+        if hub_id not in model.published:
+            yield f"its own_defaults have {hub_id}, which is not published"
+        yield from _settings_problems(f"own_defaults of {hub_id}", own, model)
     presets: Mapping[str, object] = model.presets
     for name, preset in presets.items():
         if not isinstance(preset, Preset):

@@ -107,8 +107,11 @@ class PresetChoice:
 def describe_settings(settings: Mapping[str, Any]) -> str:
     """The settings of a preset as text: "4 steps, guidance_scale 1, scheduler euler-trailing, flow_shift 5"."""
     steps = settings.get("num_inference_steps")
-    others = {name: value for name, value in settings.items() if name != "num_inference_steps"}
-    texts = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in others.items()]
+    others = {name: value for name, value in settings.items() if name != "num_inference_steps" and value != ""}
+    texts = [
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {excerpt(str(value))}"
+        for name, value in others.items()
+    ]
     return ", ".join([*([] if steps is None else [f"{steps} steps"]), *texts])
 
 
@@ -144,10 +147,15 @@ def recognise_file(path: Path, metadata: Mapping[str, str], presets: Mapping[str
     said = metadata.get(METADATA_KEY)
     if said in presets:
         return said
+    return match_names(file_names(path, metadata), presets)
+
+
+def file_names(path: Path, metadata: Mapping[str, str]) -> list[str]:
+    """Names that may say what a file was made for: titles, its own, and for a generic one those of its folders."""
     names = [*(metadata[key] for key in _TITLE_KEYS if key in metadata), path.stem]
     if _GENERIC_NAMES.fullmatch(path.stem):
         names += [folder.name for folder in path.absolute().parents[:_FOLDERS]]
-    return match_names(names, presets)
+    return names
 
 
 def match_names(names: Iterable[str], presets: Mapping[str, Preset]) -> str | None:

@@ -23,13 +23,13 @@ from comfy_tpu.families.tiles import check_tile
 
 
 def make_settings(defaults: GenerationSettings, chosen: Mapping[str, Any], limits: Limits) -> GenerationSettings:
-    """The model's defaults, replaced by the chosen values (None: not chosen), checked."""
+    """The model's defaults, replaced by the chosen values, checked. None and an empty text choose the model's own."""
     known = {field.name for field in dataclasses.fields(GenerationSettings)}
     if unknown := sorted(set(chosen) - known):
         raise InvalidValueError(
             f"{unknown[0]} is not a setting; choose from {', '.join(sorted(known))}", field=unknown[0]
         )
-    chosen = {name: value for name, value in chosen.items() if value is not None}
+    chosen = {name: value for name, value in chosen.items() if value not in (None, "")}
     settings = dataclasses.replace(defaults, **{**_context_settings(chosen, limits), **chosen})
     if settings.sigmas and "num_inference_steps" not in chosen:
         settings = dataclasses.replace(settings, num_inference_steps=len(parse_sigmas(settings.sigmas)))
@@ -46,9 +46,9 @@ def make_settings(defaults: GenerationSettings, chosen: Mapping[str, Any], limit
 
 
 def merge_choices(preset: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a preset and the chosen ones (None: not chosen), which go before them. A number of steps replaces
-    the preset's noise levels, and noise levels its number of steps: each decides the other."""
-    said = {name: value for name, value in chosen.items() if value is not None}
+    """The values of a preset and the chosen ones (not None, nor an empty text), which go before them. A number of steps
+    replaces the preset's noise levels, and noise levels its number of steps: each decides the other."""
+    said = {name: value for name, value in chosen.items() if value not in (None, "")}
     if said.get("num_inference_steps", preset.get("num_inference_steps")) != preset.get("num_inference_steps"):
         preset = {name: value for name, value in preset.items() if name != "sigmas"}
     if "sigmas" in said and "num_inference_steps" not in said:

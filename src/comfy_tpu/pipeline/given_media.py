@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from PIL import Image
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.card import ModelCard
+from comfy_tpu.families.shared.sizes import target_size
 from comfy_tpu.pipeline.images import fingerprint
 from comfy_tpu.pipeline.video_files import VideoSource
 
@@ -66,6 +68,27 @@ def choose_frames(given: GivenMedia, card: ModelCard, defaults: GenerationSettin
         return None
     step = card.limits.frames_multiple
     return min(max(found[0].count(fps) - 1, 0) // step * step + 1, defaults.num_frames)
+
+
+def follow_media(
+    chosen: Mapping[str, Any], given: GivenMedia, card: ModelCard, defaults: GenerationSettings
+) -> dict[str, Any]:
+    """The chosen settings, with the number of frames of a given video and the size of a given image where none is
+    chosen."""
+    said = {name: value for name, value in chosen.items() if value not in (None, "")}
+    followed = follow_image(card, given.images)
+    if given.videos and "num_frames" not in said:
+        fps = said.get("fps")
+        rate = fps if isinstance(fps, int | float) and fps > 0 else defaults.fps  # odd values are refused with others
+        followed["num_frames"] = choose_frames(given, card, defaults, rate)
+    return {**chosen, **followed, **said}
+
+
+def follow_image(card: ModelCard, images: Sequence[Image.Image]) -> dict[str, Any]:
+    """Width and height of a result that has the shape of the last image; empty where the model has its own."""
+    if card.image is None or not card.image.result_area or not images:
+        return {}
+    return dict(zip(("width", "height"), target_size(*images[-1].size, card.image.result_area), strict=True))
 
 
 def read_frames(

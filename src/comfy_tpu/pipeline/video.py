@@ -69,6 +69,7 @@ from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia, as_given
 from comfy_tpu.pipeline.initial import check_strength, default_strength, first_step, read_strength, without_initial
 from comfy_tpu.pipeline.latent_scale import from_vae_scale, to_vae_scale
 from comfy_tpu.pipeline.lora import Loras, open_loras
+from comfy_tpu.pipeline.lora_report import check_before_download
 from comfy_tpu.pipeline.media_encoding import encode_first_frame, encode_frames, encode_media
 from comfy_tpu.pipeline.media_fitting import fit_media
 from comfy_tpu.pipeline.media_segments import decode_media_segments, denoise_media_segments
@@ -133,7 +134,9 @@ class VideoPipeline:
         weights are zeros, which nothing is read for. `preset`: as in `use_loras`.
         """
         check_runtime(runtime)
-        files = open_model(model, name=name)
+        if not isinstance(model, SingleFiles):
+            check_before_download(loras, str(model))
+        files = open_model(model, name=name, ignored_keys=runtime.ignored_config_keys)
         check(files)
         check_window(runtime.attention, files)
         vae = files.family.vae.component

@@ -137,6 +137,10 @@ def segment_condition(
     }
 
 
+def _latent_channels(config: Config) -> int:
+    return int(config.get("latent_channels", 16))  # not in each config.json: diffusers' default
+
+
 def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, tuple[int, ...]]:
     """Of one segment."""
     frames = (settings.context_frames - 1) // TEMPORAL_SCALE + 1
@@ -146,7 +150,7 @@ def embedding_shapes(config: Config, settings: GenerationSettings) -> dict[str, 
         **wan_text.embedding_shapes(config, settings),
         "image": (257, config["image_dim"]),
         "condition": (config["in_channels"] - config["out_channels"], frames + 1, *sides),
-        "pose": (config["latent_channels"], frames, *sides),
+        "pose": (_latent_channels(config), frames, *sides),
         "face": (3, settings.context_frames, side, side),
     }
 
@@ -159,8 +163,8 @@ def given_shapes(config: Config, settings: GenerationSettings) -> dict[str, tupl
     return {
         **wan_text.embedding_shapes(config, settings),
         "image": (257, config["image_dim"]),
-        "reference": (TEMPORAL_SCALE + config["latent_channels"], 1, *sides),
-        "poses": (config["latent_channels"], card.WAN_ANIMATE.latent_frames(settings), *sides),
+        "reference": (TEMPORAL_SCALE + _latent_channels(config), 1, *sides),
+        "poses": (_latent_channels(config), card.WAN_ANIMATE.latent_frames(settings), *sides),
         "faces": (3, frames, side, side),
         "background": (3, frames, settings.height, settings.width),
         "background_mask": (1, frames, *sides),
