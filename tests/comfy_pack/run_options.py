@@ -18,10 +18,11 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import fake_comfyui  # beside this file
 import torch
 
-from comfy_tpu.config import RunOptions, RuntimeConfig
-from comfy_tpu.errors import ComfyTpuError
+from comfy_tpu.config import RunOptions
+from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.families.wan.card import CARD
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings
+from comfy_tpu.pipeline.video import VideoPipeline
 from tests.comfy_pack.neutral_options import NEUTRAL
 
 SAMPLING = {"height": 64, "width": 64, "num_frames": 17, "num_inference_steps": 1, "guidance_scale": 5.0, "seed": 1}
@@ -66,9 +67,9 @@ def run() -> dict[str, object]:
         return torch.zeros(pipeline.latent_shape(settings))
 
     @contextlib.contextmanager
-    def pipeline_run(family, model_id, stages, loras=(), runtime=RuntimeConfig(), preset=None):
-        pipeline = models.open_pipeline(model_id, family, lambda: None, runtime)
-        pipeline.use_loras(loras, preset)
+    def pipeline_run(family, model_id, stages, options, loras=()):
+        pipeline = models.open_pipeline(model_id, family, lambda: None, options)
+        pipeline.use_loras(loras, options.preset)
         used.append(pipeline)
         pipeline.encode_text = pipeline.encode = lambda *given: PromptEmbeddings("", ROWS, ROWS)
         pipeline.denoise = lambda embeddings, settings, *given: denoise(pipeline, settings)
@@ -143,6 +144,7 @@ def run() -> dict[str, object]:
             name: refusal(compile_nodes._read, {}, node_options(**{name: value}))
             for name, value in FOR_FAMILIES.items()
         },
+        "downloads": ask_for_downloads(models, sampler, **SAMPLING, **embeds),
         "choices": str(
             compile_nodes._read(
                 {"mesh": "single", "precision": "auto", "attention": "auto"},
@@ -150,6 +152,19 @@ def run() -> dict[str, object]:
             )
         ),
     }
+
+
+def ask_for_downloads(models, sampler, **given) -> dict[str, list[str | None]]:
+    """Refusals of a sampler of a published model that is not here; nothing is downloaded or opened."""
+
+    def stop(message, field=None):
+        raise InvalidValueError(message, field=field)
+
+    models.check_allowed = lambda model, *, field: stop(f"{model} is large", field)
+    VideoPipeline.open = lambda *given, **named: stop("it is downloaded")
+    model = CARD.node_sets[0].hub_models[0]
+    options = {"off": None, "on": node_options(allow_download=True)}
+    return {name: refusal(sampler.execute, **given, model_id=model, options=each) for name, each in options.items()}
 
 
 def refusal(call, *given, **named) -> list[str | None]:

@@ -91,5 +91,11 @@ def test_compile_nodes_refuse_what_only_families_have(ran):
 def test_options_win_over_the_inputs_of_a_compile_node(ran):
     assert ran["choices"] == (
         "Choices(mesh='dp=2,tp=4', precision='float32', attention='splash', "
-        "block_sizes=BlockSizes(query=256, key=256, key_compute=128), dense_max_tokens=4096)"
+        "block_sizes=BlockSizes(query=256, key=256, key_compute=128), dense_max_tokens=4096, cpu_fallback=False)"
     )
+
+
+def test_a_large_model_is_downloaded_only_where_the_options_allow_it(ran):
+    field, message = ran["downloads"]["off"]
+    assert (field, message.endswith(" is large")) == ("model_id", True)
+    assert ran["downloads"]["on"] == [None, "it is downloaded"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import shutil
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, file_download
 
+from comfy_tpu.cli import main
 from comfy_tpu.errors import CheckpointError, ComfyTpuError, InvalidValueError, UnsupportedError
+from comfy_tpu.families.registry import model_cards
 from comfy_tpu.hub import disk, download
-from comfy_tpu.hub.download import Transfer, download_model
+from comfy_tpu.hub.download import ALLOW_VARIABLE, Transfer, check_allowed, download_model
 from comfy_tpu.hub.selection import RemoteFile, select_files
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORY
 from tests.hub.fake_hub import COMMIT, FakeHub, serve, sha256
@@ -199,6 +202,47 @@ def test_an_unsupported_model_is_refused_before_its_weights(hub, tmp_path):
     assert not [path for _, path, _ in hub.requests if path.endswith(".safetensors")]
 
 
+def test_a_large_download_is_to_be_allowed(hub, monkeypatch):
+    """What a node asks before it opens a model. Nothing large comes for the question."""
+    hub.claimed_sizes = dict.fromkeys(SHARDS, 30 * 10**9)
+    sentence = (
+        r"model_id=owner/model needs a download of 60 GB to .*hub \(licence: not stated\).* run "
+        r"`comfy-tpu download owner/model`, .*allow_download.*COMFY_TPU_ALLOW_DOWNLOAD=1"
+    )
+    monkeypatch.delenv(ALLOW_VARIABLE, raising=False)
+    with pytest.raises(InvalidValueError, match=sentence) as caught:
+        check_allowed(MODEL, field="model_id")
+    assert caught.value.field == "model_id"
+    assert not [path for method, path, _ in hub.requests if method == "GET" and path.endswith("safetensors")]
+    for refusing in ("0", "", "no", "false"):
+        monkeypatch.setenv(ALLOW_VARIABLE, refusing)
+        with pytest.raises(InvalidValueError):
+            check_allowed(MODEL, field="model_id")
+    for allowing in ("1", "True"):
+        monkeypatch.setenv(ALLOW_VARIABLE, allowing)
+        check_allowed(MODEL, field="model_id")
+
+
+def test_what_is_here_or_small_or_not_to_be_had_needs_no_leave(hub, monkeypatch):
+    monkeypatch.delenv(ALLOW_VARIABLE, raising=False)
+    check_allowed(MODEL, field="model_id")
+    monkeypatch.setattr(download, "ALLOWED_BYTES", 0)
+    with pytest.raises(InvalidValueError):
+        check_allowed(MODEL, field="model_id")
+    download_model(MODEL)
+    check_allowed(MODEL, field="model_id")
+    hub.refusal = (404, "RepoNotFound")
+    check_allowed("owner/other", field="model_id")
+
+
+def test_the_licence_of_a_published_model_is_named(hub, monkeypatch):
+    card = dataclasses.replace(next(iter(model_cards())), licences={MODEL: "Apache 2.0"})
+    monkeypatch.setattr(download, "find_published", lambda model: (MODEL, card))
+    monkeypatch.setattr(download, "ALLOWED_BYTES", 0)
+    with pytest.raises(InvalidValueError, match="licence: Apache 2.0"):
+        check_allowed(MODEL, field="model_id")
+
+
 def test_only_a_variant_is_better_than_nothing():
     names = ["model_index.json", "vae/config.json", "vae/diffusion_pytorch_model.fp16.safetensors", "vae/x.bin"]
     chosen = select_files([RemoteFile(name, 1) for name in names], {"vae": ["diffusers", "AutoencoderKL"]}, MODEL)
@@ -220,3 +264,19 @@ def test_a_disk_is_named_by_its_mount_and_device(tmp_path):
     mounts.write_text("/dev/sda1 / ext4 rw 0 0\n/dev/sdb /mnt/my\\040disk ext4 rw 0 0\n")
     assert disk._device(Path("/mnt/my disk"), mounts) == "/dev/sdb"
     assert disk._device(Path("/elsewhere"), mounts) == ""
+
+
+def test_an_unknown_key_stops_a_download_before_the_weights(hub, tmp_path, capsys):
+    for part in ("transformer", "vae", "text_encoder", "tokenizer", "scheduler"):
+        for path in (DEMO_DIRECTORY / part).glob("*config.json"):
+            hub.files[f"{part}/{path.name}"] = path.read_bytes()
+    known = json.loads(hub.files["vae/config.json"])
+    hub.files["vae/config.json"] = json.dumps({**known, "wavelets": True}).encode()
+    arguments = ["download", MODEL, "--local-dir", str(tmp_path / "model")]
+
+    assert main.main(arguments) != 0
+    said = capsys.readouterr().err
+    assert "vae/config.json has wavelets, which AutoencoderKLWan of diffusers" in said
+    assert "--ignore-config-key wavelets" in said
+    assert not [path for _, path, _ in hub.requests if path.endswith(".safetensors")]
+    assert main.main([*arguments, "--ignore-config-key", "wavelets"]) == 0

@@ -12,14 +12,16 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from comfy_tpu.cli.options import path_parser
+from comfy_tpu.cli.options import add_ignored_keys, path_parser
 from comfy_tpu.cli.terminal import print_paths
 from comfy_tpu.config import DEMO_IMAGE_MODEL, DEMO_MODEL
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.families.card import Config
 from comfy_tpu.families.registry import find_published
 from comfy_tpu.hub.download import Transfer, download_model
 
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a directory for the model, instead of the hub's cache (HF_HOME)",
     )
     parser.add_argument("--revision", metavar="NAME", help="a branch, a tag or a commit (main)")
+    add_ignored_keys(parser)
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of a bar and the directory")
 
 
@@ -46,9 +49,21 @@ def run(arguments: argparse.Namespace) -> int:
     if directory is not None and directory.exists() and not directory.is_dir():
         raise InvalidValueError(f"local_dir={directory} is a file; give a directory", field="local_dir")
     with JsonLines() if arguments.json else Bar(model) as display:
-        found = download_model(model, directory=directory, revision=arguments.revision, on_progress=display)
+        found = download_model(
+            model,
+            directory=directory,
+            revision=arguments.revision,
+            on_progress=display,
+            check=lambda index, read: _check_configs(index, read, model, arguments.ignore_config_key),
+        )
     display.finish(found)
     return 0
+
+
+def _check_configs(index: Config, read: Callable[[str], Config], model: str, ignored: list[str]) -> None:
+    from comfy_tpu.pipeline.config_files import check_repository
+
+    check_repository(index, read, model, ignored)
 
 
 def _check(model: str) -> str:

@@ -29,6 +29,8 @@ from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.families.presets import AUTO
 from comfy_tpu.families.registry import model_cards
 from comfy_tpu.families.tiles import OVERLAP_MAX
+from comfy_tpu.hub.download import ALLOWED_BYTES
+from comfy_tpu.hub.sizes import format_bytes
 
 NO_PRESET = NO_FILE = "none"
 _TINY_FOLDER = "vae_approx"
@@ -55,6 +57,9 @@ class TPUOptions(io.ComfyNode):
                 _tiny_vae_input(),
                 _keyframes_input(),
                 *_tile_inputs(),
+                _cpu_fallback_input(),
+                _download_input(),
+                _ignored_keys_input(),
             ],
             outputs=[OPTIONS_TYPE.Output("options", tooltip="For the options input; the same for all nodes of a run.")],
         )
@@ -82,6 +87,9 @@ def make_options(
     preset: str = NO_PRESET,
     tiny_vae: str = NO_FILE,
     tile: str = _SETTINGS.tile,
+    cpu_fallback: bool = False,
+    allow_download: bool = False,
+    ignore_config_keys: str = "",
     **parts: Any,
 ) -> RunOptions:
     """The options of the node's inputs; raises InvalidValueError or MeshError with the input as its field.
@@ -111,6 +119,7 @@ def make_options(
         vae_backend=vae_backend,
         tiny_vae=None if tiny_vae == NO_FILE else _find_tiny_vae(tiny_vae),
         attention=config,
+        ignored_config_keys=tuple(filter(None, (key.strip() for key in ignore_config_keys.split(",")))),
     )
     return RunOptions(
         runtime,
@@ -118,6 +127,8 @@ def make_options(
         guidance_until=None if fast and guidance_until == _SETTINGS.guidance_until else guidance_until,
         num_videos=num_videos,
         preset=None if preset == NO_PRESET else preset,
+        cpu_fallback=cpu_fallback,
+        allow_download=allow_download,
         **{name: None if value == getattr(_SETTINGS, name) else value for name, value in parts.items()},
     )
 
@@ -307,6 +318,39 @@ def _tile_inputs() -> list[io.Input]:
             tooltip="Part of a tile that it shares with its neighbour, at least. More blends better and takes longer.",
         ),
     ]
+
+
+def _cpu_fallback_input() -> io.Input:
+    """Optional and the last, for the same reasons."""
+    return io.Boolean.Input(
+        "cpu_fallback",
+        default=False,
+        optional=True,
+        tooltip="For the TPU Compile nodes: whether a model of over 1 billion parameters that cannot run on the TPU "
+        "runs on the CPU, which takes hours. Off: it stops with the reason.",
+    )
+
+
+def _download_input() -> io.Input:
+    """Optional and the last, for the same reasons."""
+    return io.Boolean.Input(
+        "allow_download",
+        default=False,
+        optional=True,
+        tooltip=f"Download models of any size. Off: a node stops before a download of more than "
+        f"{format_bytes(ALLOWED_BYTES)}, and names its size and licence.",
+    )
+
+
+def _ignored_keys_input() -> io.Input:
+    """Optional and the last, for the same reasons."""
+    return io.String.Input(
+        "ignore_config_keys",
+        default="",
+        optional=True,
+        tooltip="Keys of the model's configurations to leave out, separated by commas, where a node stopped because "
+        "the installed libraries do not know them. The result may be wrong.",
+    )
 
 
 def _find_tiny_vae(name: str) -> Path:

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import io
 import logging
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from comfy_tpu.errors import CheckpointError, InvalidValueError
-from comfy_tpu.families.card import SCHEDULER_FILE
-from comfy_tpu.families.registry import find_model_card
+from comfy_tpu.families.card import NOT_STATED, SCHEDULER_FILE, Config
+from comfy_tpu.families.registry import find_model_card, find_published
 from comfy_tpu.hub.disk import RESERVE_BYTES, find_disk, has_room
 from comfy_tpu.hub.repository import Repository, hub_errors, open_repository
 from comfy_tpu.hub.selection import INDEX, RemoteFile, select_files
@@ -30,6 +31,9 @@ from comfy_tpu.hub.sizes import format_bytes
 from comfy_tpu.json_input import read_json
 
 WORKERS = 4
+ALLOWED_BYTES = 5 * 10**9
+"""What a node downloads without being told to. Minutes, and no disk is full of it; a model can have 80 GB."""
+ALLOW_VARIABLE = "COMFY_TPU_ALLOW_DOWNLOAD"
 _PARTIAL = ".comfy-tpu.partial"
 _READ_BYTES = 2**24
 _ATTEMPTS = 3
@@ -107,22 +111,28 @@ def download_model(
     revision: str | None = None,
     on_progress: TransferCallback = lambda transfer: None,
     is_cancelled: Callable[[], bool] = lambda: False,
+    check: Check = lambda index, read: None,
     workers: int = WORKERS,
 ) -> Path:
     """Downloads what is missing, and returns the model directory. `directory`: instead of the hub's cache.
 
     Raises InvalidValueError where the disk has no room, CheckpointError for what the hub does not give, and
-    UnsupportedError for a model of no known family, before its weights come.
+    UnsupportedError for a model of no known family, before its weights come. `check`: as in `find_needed`.
     """
     place = Place(open_repository(model, revision), directory)
     with _quiet_hub():
-        needed = find_needed(place)
+        needed = find_needed(place, check)
         check_space(place, needed)
         return _Download(place, needed, on_progress, is_cancelled).run(workers)
 
 
-def find_needed(place: Place) -> list[RemoteFile]:
-    """The files of a model that is known here. What tells the model, its index and two configurations, is fetched."""
+Check = Callable[[Config, Callable[[str], Config]], object]
+"""(model_index.json, a function that reads a JSON file of the repository, empty where there is none)."""
+
+
+def find_needed(place: Place, check: Check) -> list[RemoteFile]:
+    """The files of a model that is known here. Its index is fetched, and the configurations that `check` reads, which
+    raises an error for a model that cannot be used."""
     repository = place.repository
     index_file = repository.find(INDEX)
     if index_file is None:
@@ -130,9 +140,15 @@ def find_needed(place: Place) -> list[RemoteFile]:
             f"model={repository.model} has no {INDEX}: it is no model in diffusers' layout; give the hub id of one",
             field="model",
         )
-    index = _read(_fetch_small(place, index_file))
-    described = (repository.find("transformer/config.json"), repository.find(SCHEDULER_FILE))
-    find_model_card(index, *({} if file is None else _read(_fetch_small(place, file)) for file in described))
+
+    @functools.cache
+    def read(name: str) -> Config:
+        file = repository.find(name)
+        return {} if file is None else _read(_fetch_small(place, file))
+
+    index = read(INDEX)
+    find_model_card(index, read("transformer/config.json"), read(SCHEDULER_FILE))
+    check(index, read)
     return select_files(repository.files, index, repository.model)
 
 
@@ -151,6 +167,29 @@ def check_space(place: Place, files: Sequence[RemoteFile]) -> None:
             f"has {format_bytes(disk.free_bytes)} free, of which {format_bytes(RESERVE_BYTES)} stay free; {where}",
             field="model",
         )
+
+
+def check_allowed(model: str, *, field: str) -> None:
+    """Raises InvalidValueError for a model of which more than ALLOWED_BYTES are missing here, unless ALLOW_VARIABLE is
+    set. Without an answer from the hub, nothing can be downloaded, and nothing is refused. `field`: of the model."""
+    if os.environ.get(ALLOW_VARIABLE, "").lower() in ("1", "true", "yes", "on"):
+        return
+    try:
+        place = Place(open_repository(model))
+        with _quiet_hub():
+            missing = sum(file.size - place.bytes_here(file) for file in find_needed(place, lambda index, read: None))
+    except CheckpointError:
+        return
+    if missing <= ALLOWED_BYTES:
+        return
+    published = find_published(model)
+    licence = published[1].licences.get(published[0], NOT_STATED) if published else NOT_STATED
+    raise InvalidValueError(
+        f"{field}={model} needs a download of {format_bytes(missing)} to {place.root.parent} (licence: {licence}), and "
+        f"more than {format_bytes(ALLOWED_BYTES)} are not downloaded unasked; run `comfy-tpu download {model}`, switch "
+        f"on allow_download in TPU Options, or start ComfyUI with {ALLOW_VARIABLE}=1",
+        field=field,
+    )
 
 
 class _Download:
