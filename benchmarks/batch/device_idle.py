@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.wan_directory import write_small_files
-from comfy_tpu.families.wan.card import TRANSFORMER_14B
+from comfy_tpu.families.wan.card import WAN21
 
 
 def make_model(directory: Path) -> None:
@@ -29,7 +29,7 @@ def make_model(directory: Path) -> None:
 
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("meta"):
-        transformer = WanTransformer3DModel(**TRANSFORMER_14B)
+        transformer = WanTransformer3DModel(**WAN21.published["Wan-AI/Wan2.1-T2V-14B-Diffusers"])
     transformer.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in transformer.parameters():

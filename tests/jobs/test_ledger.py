@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from comfy_tpu.errors import InvalidValueError
+from comfy_tpu.jobs import driver_lock
 from comfy_tpu.jobs import ledger as ledgers
 from comfy_tpu.jobs.ledger import ATTEMPTS_MAX, LOSSES_MAX, Conflict, Counts, Ledger, LedgerError, NewJob, OutputFile
 from comfy_tpu.jobs.request import Request
@@ -217,6 +218,29 @@ def test_a_driver_elsewhere_is_gone_when_its_leases_run_out(path: Path, monkeypa
     assert not first.finish("a", [FILE], {}), "it is not the first driver's any more"
     second.close()
     first.close()
+
+
+def test_a_second_host_is_refused_before_sqlite_opens_the_ledger(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(Ledger(path)) as first:
+        (lock,) = path.parent.glob("*.lock")
+        monkeypatch.setattr(driver_lock, "_this_host", lambda: ("node-2", "another boot"))
+        with monkeypatch.context() as patched:
+            patched.setattr(sqlite3, "connect", None)
+            with pytest.raises(LedgerError, match=f"is open on the host {os.uname().nodename}, and SQLite's log"):
+                Ledger(path)
+        assert list(path.parent.glob("*.lock")) == [lock]
+        os.utime(lock, (0, 0))  # of a process that was killed a while ago
+        Ledger(path).close()
+        first.renew()
+        with pytest.raises(LedgerError):
+            Ledger(path)
+
+
+def test_containers_of_one_machine_share_a_ledger(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    boot = driver_lock._this_host()[1]
+    with contextlib.closing(Ledger(path)):
+        monkeypatch.setattr(driver_lock, "_this_host", lambda: ("a container", boot))
+        Ledger(path).close()
 
 
 def test_a_newer_version(path: Path) -> None:

@@ -34,7 +34,7 @@ from tests.jobs.ray_processes import (
 )
 from tests.waiting import wait_for
 
-pytest.importorskip("ray", reason="an extra that make test does not install: pip install 'comfy-tpu[ray]'")
+pytest.importorskip("ray", reason="an extra that make test does not install: pip install '.[ray]'")
 
 # A cluster of the tests forks, and the tests of another file may have started jax in this process.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")

@@ -1,23 +1,29 @@
 """The actor's side, in this process and without Ray."""
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from comfy_tpu.config import Lora
+from comfy_tpu.distribution import install_command
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
-from comfy_tpu.jobs import ray_actor, ray_cluster
+from comfy_tpu.jobs import ray_actor, ray_cluster, ray_workers
 from comfy_tpu.jobs.driver import ModelFacts
+from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.ledger import Job
 from comfy_tpu.jobs.outcome import Event
 from comfy_tpu.jobs.ray_actor import ActorSetup, JobActor, ModelRefusal
 from comfy_tpu.jobs.ray_cluster import Place, find_places, find_slices, import_ray
 from comfy_tpu.jobs.ray_slices import parse_slice_name
-from comfy_tpu.jobs.ray_workers import RayConfig, RayWorkers, resolve_paths
+from comfy_tpu.jobs.ray_workers import STALL_SECONDS, RayConfig, RayWorkers, resolve_paths
 from comfy_tpu.jobs.request import Request, parse_lora
 from tests.jobs.ray_processes import SOURCE
 from tests.waiting import wait_for
@@ -264,5 +270,69 @@ def test_slice_names_are_googles():
 
 def test_ray_is_optional(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ComfyTpuError, match=r"ray is not installed; pip install 'comfy-tpu\[ray\]'"):
+    with pytest.raises(ComfyTpuError, match=f"ray is not installed; {re.escape(install_command('ray'))}"):
         import_ray()
+
+
+class SilentRay:
+    """A Ray whose actors start and never answer."""
+
+    exceptions = SimpleNamespace(RayError=RuntimeError)
+
+    def __init__(self) -> None:
+        self.actors = list[Any]()
+        self.killed = list[Any]()
+        self.timeouts = list[float | None]()
+
+    def remote(self, **_: Any) -> Any:
+        return lambda kind: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._start))
+
+    def _start(self, setup: Any) -> Any:
+        ask = SimpleNamespace(remote=lambda *_: object())
+        self.actors.append(SimpleNamespace(hello=ask, find_model_facts=ask))
+        return self.actors[-1]
+
+    def wait(self, refs: Any, **_: Any) -> Any:
+        return [], refs
+
+    def get(self, ref: Any, *, timeout: float | None = None) -> Any:
+        self.timeouts.append(timeout)
+        raise RuntimeError("no answer")
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor)
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> SilentRay:
+    ray = SilentRay()
+    place = Place("tpu", "node", 4.0)
+    cluster = SimpleNamespace(places=lambda **_: [place], nodes=list, close=lambda: None, scratch=None)
+    monkeypatch.setattr(ray_workers, "import_ray", lambda: ray)
+    monkeypatch.setattr(ray_workers, "Cluster", lambda *_, **__: cluster)
+    monkeypatch.setattr(Place, "options", lambda self: {})
+    monkeypatch.setattr(ray_workers, "_is_death", lambda error: False)
+    return ray
+
+
+def test_an_actor_that_never_answers_is_given_up(silent: SilentRay, tmp_path: Path) -> None:
+    said = list[str]()
+    config = RayConfig(address="auto", stall_seconds={**STALL_SECONDS, "starting": 0.0})
+    with contextlib.closing(RayWorkers(Folder(str(tmp_path)), config, batch_size=1, report=said.append)) as workers:
+        (actor,) = silent.actors
+        workers.wait(0.0)
+        assert silent.killed == [actor]
+        assert said == ["worker-1 is given up: no progress for 0 s in stage starting"]
+        assert workers._workers == []
+
+
+def test_no_answer_is_waited_for_without_end(silent: SilentRay, tmp_path: Path) -> None:
+    with contextlib.closing(
+        RayWorkers(Folder(str(tmp_path)), RayConfig(address="auto"), batch_size=1, report=print)
+    ) as workers:
+        (worker,) = workers._workers
+        worker.is_ready = True
+        silent.wait = lambda refs, **_: (refs, [])  # type: ignore[method-assign]
+        workers._receive(0.0)
+        assert silent.timeouts == [STALL_SECONDS["decoding"]]
+        assert workers._workers == []

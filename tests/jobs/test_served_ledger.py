@@ -1,6 +1,7 @@
 """The ledger of a server: nothing accepted is lost, nobody waits for somebody's hundred jobs."""
 
 import contextlib
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ def ledger(tmp_path: Path) -> Iterator[ServedLedger]:
         yield ledger
 
 
-def accept(ledger: ServedLedger, id_: str, client: str = "ann", key: str | None = None, **values: Any) -> str:
+def accept(
+    ledger: ServedLedger, id_: str, client: str = "ann", key: str | None = None, rows: int = 8, **values: Any
+) -> str:
     request = Request({"prompt": id_, **values})
-    order = Order(client, "video", key, request.to_json())
+    order = Order(client, "video", key, request.to_json(), rows=rows)
     return ledger.accept(NewJob(id_, 0, request, f"{id_}.mp4"), order, queue_limit=values.pop("limit", 100))
 
 
@@ -61,6 +64,14 @@ def test_clients_take_turns(ledger: ServedLedger) -> None:
     assert ids(ledger.lease_fairly(4)) == ["bob0", "eve0", "ann1", "ann2"]
 
 
+def test_no_more_are_leased_than_share_a_step(ledger: ServedLedger) -> None:
+    for number in range(5):
+        accept(ledger, f"ann{number}", "ann", rows=2)
+    assert ids(ledger.lease_fairly(8)) == ["ann0", "ann1"]
+    accept(ledger, "bob0", "bob", rows=2)
+    assert ids(ledger.lease_fairly(8)) == ["bob0", "ann2"]
+
+
 def test_jobs_of_one_shape_go_together(ledger: ServedLedger) -> None:
     accept(ledger, "small", "ann")
     accept(ledger, "large", "ann", height=720)
@@ -75,6 +86,15 @@ def test_among_equals_the_shape_that_is_compiled_goes_first(ledger: ServedLedger
     accept(ledger, "small", "bob")
     shape = Request({"prompt": "other"}).shape_key
     assert ids(ledger.lease_fairly(1, shape_key=shape)) == ["small"]
+
+
+def test_the_model_that_is_loaded_goes_first(ledger: ServedLedger) -> None:
+    for number in range(2):
+        accept(ledger, f"large{number}", "ann", rows=1, model="large")
+        accept(ledger, f"small{number}", "bob", rows=1, model="small")
+    key = Request({"prompt": "other", "model": "small"}).model_key
+    leased = [ids(ledger.lease_fairly(1, model_key=each)) for each in (key, key, key, None)]
+    assert leased == [["small0"], ["small1"], ["large0"], ["large1"]]
 
 
 def test_a_key_makes_one_job(ledger: ServedLedger) -> None:
@@ -133,7 +153,7 @@ def test_what_is_done_is_kept_and_removed(ledger: ServedLedger) -> None:
     record = ledger.find("a")
     assert record is not None
     assert (record.state, record.outputs[0].size, record.seconds) == ("done", 12, {"total": 1.5})
-    assert ledger.finished_bytes() == [("a", 12)]
+    assert (ledger.finished_beyond(12), ledger.finished_beyond(11)) == ([], ["a"])
     assert record.finished_at is not None
     assert ids(ledger.finished_before(record.finished_at + 1)) == ["a"]
     ledger.remove("a")
@@ -146,3 +166,52 @@ def test_the_place_in_the_queue(ledger: ServedLedger) -> None:
         accept(ledger, id_)
     ledger.lease_fairly(1)
     assert [ledger.position(id_) for id_ in ("b", "c")] == [0, 1]
+    accept(ledger, "bob0", "bob")
+    accept(ledger, "bob1", "bob")  # its turn is that of ann's second job, which came before
+    assert [ledger.position(id_) for id_ in ("bob0", "b", "bob1", "c")] == [0, 1, 2, 3]
+    assert [ledger.seconds_ahead(id_, 2.0) for id_ in ("bob0", "b", "bob1", "c")] == [1.0, 3.0, 5.0, 7.0]
+
+
+def finish(ledger: ServedLedger, id_: str, client: str, size: int) -> None:
+    accept(ledger, id_, client)
+    ledger.lease_fairly(1)
+    assert ledger.finish(id_, [OutputFile(f"{id_}.mp4", "00", size)], {})
+
+
+@pytest.mark.parametrize(
+    ("most", "gone"),
+    [(100, []), (60, []), (59, ["ann0"]), (40, ["ann0", "ann1"]), (20, ["ann0", "ann1", "ann2", "bob0"])],
+)
+def test_who_has_the_most_bytes_makes_room(ledger: ServedLedger, most: int, gone: list[str]) -> None:
+    finish(ledger, "bob0", "bob", 10)
+    for number in range(4):
+        finish(ledger, f"ann{number}", "ann", 10)
+    finish(ledger, "bob1", "bob", 10)
+    assert sorted(ledger.finished_beyond(most)) == gone
+
+
+def test_what_clients_sent_counts_until_the_job_is_over(ledger: ServedLedger) -> None:
+    finish(ledger, "a", "ann", 10)
+    request = Request({"prompt": "b"})
+    ledger.accept(NewJob("b", 0, request, "b.mp4"), Order("ann", "video", None, "", input_bytes=5), queue_limit=9)
+    assert (ledger.input_bytes(), ledger.finished_beyond(14)) == ({"ann": 5}, ["a"])
+    ledger.cancel("b", "")
+    assert (ledger.input_bytes(), ledger.finished_beyond(14)) == ({}, [])
+
+
+def test_the_bytes_of_an_older_servers_jobs_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    with contextlib.closing(ServedLedger(path)) as ledger:
+        finish(ledger, "a", "ann", 10)
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("DROP INDEX served_by_bytes")
+        database.execute("ALTER TABLE served DROP COLUMN output_bytes")
+        database.commit()
+    with contextlib.closing(ServedLedger(path)) as ledger:
+        assert (ledger.finished_beyond(10), ledger.finished_beyond(9)) == ([], ["a"])
+
+
+def test_a_look_does_not_wait_for_another(ledger: ServedLedger) -> None:
+    accept(ledger, "a")
+    with ledger._borrow_reader():  # of a slow query in another thread
+        assert ledger.find("a") is not None

@@ -44,7 +44,7 @@ class Executor:
         while prompt == "wait" and not self.may_go_on.wait(0.01):
             self._on_progress(Progress("denoising", "", 1, 4, preview=lambda row=0: torch.empty(0)))
         if prompt == "fail":
-            raise ValueError("no such luck")
+            raise ValueError(f"no such luck: {self._folder.address}/weights.safetensors")
         with self._folder.writing() as directory:
             names = [
                 job.output,
@@ -72,6 +72,7 @@ def running(
     *,
     planner: Any = None,
     tracer: Any = None,
+    group_size: int = 1,
     on_failure: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> Iterator[tuple[TestClient, Service, Executor]]:
@@ -83,7 +84,7 @@ def running(
             executors.append(Executor(folder, on_outcome, on_progress))
             return executors[0]
 
-        return WorkerThread("stand-in", 1, make, previews)
+        return WorkerThread("stand-in", group_size, make, previews)
 
     config = ServeConfig((model,), directory, **options)
     models = {model: open_served_model(model)}

@@ -1,6 +1,7 @@
 """What is refused because it does not fit or would take too long, and how long accepted jobs take and wait."""
 
 import dataclasses
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,14 +10,16 @@ from typing import Any
 import pytest
 
 from comfy_tpu.config import GenerationSettings
+from comfy_tpu.jobs.worker_thread import ROWS_MAX
 from comfy_tpu.parallel.chips import parse_slice
 from comfy_tpu.pipeline.model_files import ModelFiles
+from comfy_tpu.serving import scheduler
 from comfy_tpu.serving.admission import Admission, TooLargeError
 from comfy_tpu.serving.config import Limits
 from comfy_tpu.serving.estimates import Estimator
-from comfy_tpu.serving.planner import DevicePlanner, SlicePlanner, StepCost, _Counter
+from comfy_tpu.serving.planner import DevicePlanner, SlicePlanner, StepCost, _Counter, count_rows
 from tests.serving.stand_in import running
-from tests.serving.test_api import create, wait_for
+from tests.serving.test_api import KEYS, create, wait_for
 
 WAN = ModelFiles.open("demo").family.card
 SETTINGS = GenerationSettings(width=1280, height=720, num_frames=81, num_inference_steps=50)
@@ -119,6 +122,49 @@ def test_a_refusal_and_estimates_in_answers(tmp_path: Path) -> None:
         long = client.post("/v1/videos", json={"prompt": "a cat", "steps": 200})
         assert "would take about 10 s, and 2 s are the most here; 50 steps" in long.json()["error"]["message"]
         executor.may_go_on.set()
+
+
+class ByRows(ByPixels):
+    def cost(self, model: str, settings: GenerationSettings) -> StepCost | None:
+        return dataclasses.replace(super().cost(model, settings) or StepCost(1.0), rows=2)
+
+
+def test_nobody_waits_for_more_than_what_shares_steps(tmp_path: Path) -> None:
+    """Of one client's twenty jobs sixteen were given to the worker before another's first, whatever fits."""
+    headers = {name: {"Authorization": f"Bearer {key}"} for name, key in KEYS.items()}
+    with running(tmp_path, planner=ByRows(), group_size=ROWS_MAX, keys=KEYS) as (client, service, executor):
+        made = [
+            client.post("/v1/videos", json={"prompt": "wait"}, headers=headers["ann"]).json()["id"] for _ in range(20)
+        ]
+        wait_for(client, made[0], "in_progress", headers=headers["ann"])
+        other = client.post("/v1/videos", json={"prompt": "of bob"}, headers=headers["bob"]).json()["id"]
+        assert service.ledger.position(other) == 0
+        executor.may_go_on.set()
+        wait_for(client, other, "completed", headers=headers["bob"])
+        prompts = [request.prompt for request in executor.requests]
+    assert prompts.index("of bob") <= 1 + 2 * 2 + 1  # the warm-up, two groups, and one that came with it
+
+
+@pytest.mark.parametrize(("seconds", "changes"), [(1000.0, 1), (0.0, 5)])
+def test_models_in_turn_are_not_loaded_for_every_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, changes: int
+) -> None:
+    monkeypatch.setattr(scheduler, "_MODEL_SECONDS", seconds)
+    with running(tmp_path) as (client, service, executor):
+        service.models["other"] = dataclasses.replace(service.models["demo"], name="other")  # type: ignore[index]
+        wait_for(client, create(client, "wait")["id"], "in_progress")
+        made = [create(client, model=model)["id"] for _ in range(3) for model in ("demo", "other")]
+        executor.may_go_on.set()
+        for each in made:
+            wait_for(client, each, "completed")
+        models = [request.model for request in executor.requests]
+    assert sum(one != next_one for one, next_one in itertools.pairwise(models)) == changes
+
+
+@pytest.mark.parametrize(("chips", "width", "rows"), [(1, 64, 8), (1, 1280, 1), (8, 1280, 4)])
+def test_jobs_that_share_a_step_elsewhere(chips: int, width: int, rows: int) -> None:
+    settings = dataclasses.replace(SETTINGS, width=width, height=width, num_frames=5)
+    assert count_rows(ModelFiles.open("demo"), settings, chips) == rows
 
 
 def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:

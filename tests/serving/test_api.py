@@ -1,20 +1,27 @@
 """The API without a model: what is accepted, refused, shown, cancelled and removed."""
 
+import asyncio
 import contextlib
 import io
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
 
+from comfy_tpu.compiler.residency import shared_residency
 from comfy_tpu.jobs.served_ledger import ServedLedger
 from comfy_tpu.jobs.worker_thread import GROUPS_AHEAD
 from comfy_tpu.serving.config import Limits, Retention
 from tests.serving.stand_in import Served, running
 
+ROOT = Path(__file__).parents[2]
 KEYS = {"ann": "a-key-of-ann-0001", "bob": "a-key-of-bob-0001"}
 
 
@@ -52,7 +59,10 @@ def test_a_video_from_order_to_file(tmp_path: Path) -> None:
 def test_a_failed_job_says_why(tmp_path: Path) -> None:
     with running(tmp_path) as (client, _, _):
         video = wait_for(client, create(client, "fail")["id"], "failed")
-        assert video["error"] == {"code": "failed", "message": "ValueError: no such luck"}
+        assert video["error"] == {
+            "code": "failed",
+            "message": "ValueError: no such luck: weights.safetensors",
+        }  # no path
         content = client.get(f"/v1/videos/{video['id']}/content")
         assert content.status_code == 409
 
@@ -198,6 +208,38 @@ def test_ready_after_a_step_and_metrics(tmp_path: Path) -> None:
         assert 'comfy_tpu_finished_total{state="done"} 1' in client.get("/metrics").text
 
 
+def test_metrics_show_devices_that_hold_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = Mock(id=3, platform="tpu", memory_stats=lambda: {"bytes_in_use": 5, "bytes_limit": 7})
+    with running(tmp_path) as (client, _, _):
+        assert "comfy_tpu_device" not in client.get("/metrics").text
+        monkeypatch.setattr(shared_residency(), "bytes_per_device", lambda: {chip: 4})
+        assert 'comfy_tpu_device_bytes_in_use{device="3"} 5' in client.get("/metrics").text
+
+
+def test_metrics_start_no_devices(tmp_path: Path) -> None:
+    """A request's thread would start them, and a server whose workers are Ray's would take theirs. Here no backend can
+    be started, by whatever call."""
+    script = f"""
+from pathlib import Path
+import comfy_tpu.compiler.residency
+import jax
+from tests.serving.stand_in import running
+
+with running(Path({str(tmp_path)!r})) as (client, _, _):
+    print(client.get("/metrics").text)
+try:
+    jax.devices()
+except RuntimeError:
+    print("no backend")
+"""
+    environment = {**os.environ, "JAX_PLATFORMS": "none", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "comfy_tpu_queue_length 0" in done.stdout
+    assert done.stdout.endswith("no backend\n")
+
+
 def test_jobs_go_on_in_the_next_server(tmp_path: Path) -> None:
     with running(tmp_path) as (client, _, _):
         made = wait_for(client, create(client, "wait")["id"], "in_progress")
@@ -225,10 +267,34 @@ def test_files_that_a_killed_server_left_are_removed(tmp_path: Path) -> None:
         kept = wait_for(client, create(client)["id"], "completed")["id"]
         cancelled = create(client, "wait")["id"]
         client.post(f"/v1/videos/{cancelled}/cancel")
-    for name in (f"{cancelled}.mp4", f"video_{'0' * 24}.mp4", "somebody's.mp4"):
+        removed = create(client, "wait")["id"]
+        client.delete(f"/v1/videos/{removed}")
+    for name in (f"{cancelled}.mp4", f"{removed}.mp4", "somebody's.mp4"):
         (tmp_path / name).write_bytes(b"")
     with running(tmp_path):
         deadline = time.monotonic() + 20
         while len(names := {path.name for path in tmp_path.glob("*.mp4")} - {"warm-up.mp4"}) > 2:
             assert time.monotonic() < deadline, names
     assert names == {f"{kept}.mp4", "somebody's.mp4"}
+
+
+def test_the_event_loop_never_waits_for_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, in_loop = ServedLedger._read, list[str]()
+
+    def watched(self: ServedLedger, query: str, values: Any = ()) -> Any:
+        with contextlib.suppress(RuntimeError):  # no loop runs in this thread
+            asyncio.get_running_loop()
+            in_loop.append(query)
+        return read(self, query, values)
+
+    monkeypatch.setattr(ServedLedger, "_read", watched)
+    with running(tmp_path) as (client, _, _):
+        made = create(client)["id"]
+        wait_for(client, made, "completed")
+        for path in ("", "?limit=1", f"/{made}", f"/{made}/content", f"/{made}/events"):
+            assert client.get(f"/v1/videos{path}").status_code == 200
+        client.get("/v1/stages/unknown")
+        client.get("/metrics")
+        client.post(f"/v1/videos/{made}/cancel")
+        client.delete(f"/v1/videos/{made}")
+    assert in_loop == []

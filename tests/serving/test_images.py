@@ -39,7 +39,7 @@ def test_an_image_that_fails(tmp_path: Path) -> None:
     with running(tmp_path, str(small_flux.directory("dev"))) as (client, _, _):
         answer = client.post("/v1/images/generations", json={"prompt": "fail"})
         assert answer.status_code == 500
-        assert answer.json()["error"]["message"] == "ValueError: no such luck"
+        assert answer.json()["error"]["message"] == "ValueError: no such luck: weights.safetensors"
 
 
 def test_images_as_jobs(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.jobs.ray_processes import command_line, find_processes
 from tests.serving.real_server import RealServer
 from tests.waiting import wait_for
 
-pytest.importorskip("ray", reason="an extra that make test does not install: pip install 'comfy-tpu[ray]'")
+pytest.importorskip("ray", reason="an extra that make test does not install: pip install '.[ray]'")
 
 pytestmark = pytest.mark.slow
 

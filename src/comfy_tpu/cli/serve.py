@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from comfy_tpu.cli import options
 from comfy_tpu.cli.ray_options import add_ray, make_ray_config
 from comfy_tpu.cli.terminal import print_message
+from comfy_tpu.distribution import install_command
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.jobs.ray_workers import RayConfig, RayWorkers
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 _PACKAGES = ("fastapi", "uvicorn", "multipart")
-_COMMON = ("mesh", "platform", "dtype", "quantize", "cache_dir", "vae_backend", "tiny_vae", "attention")
 _TURN_SECONDS = 0.0005
 _KEYS_VARIABLE = "COMFY_TPU_API_KEYS"
 
@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=KEY",
-        help=f"a client and its key, which clients must send then; may be repeated; also in {_KEYS_VARIABLE}, "
-        "separated by commas, where no other process sees them",
+        help="a client and its key of 16 characters or more, which clients must send then; may be repeated; also in "
+        f"{_KEYS_VARIABLE}, separated by commas, where no other process sees them",
     )
     parser.add_argument(
         "--lora-directory",
@@ -76,13 +76,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="refuse jobs that would take longer by their estimate (default: any time)",
     )
     parser.add_argument(
+        "--sizes",
+        metavar="WxH,...",
+        help="refuse other sizes, such as 832x480,1280x720: the first job of each is compiled (default: any size)",
+    )
+    parser.add_argument(
+        "--new-shapes",
+        type=options.number_parser(int),
+        default=20,
+        metavar="N",
+        help="new sizes and lengths that a client with a key may order in an hour; each is compiled (20)",
+    )
+    parser.add_argument(
         "--keep-days", type=options.number_parser(float), default=7.0, metavar="N", help="of finished jobs (7)"
     )
     parser.add_argument(
-        "--keep-gb", type=options.number_parser(float), default=50.0, metavar="N", help="of their files (50)"
+        "--keep-gb",
+        type=options.number_parser(float),
+        default=50.0,
+        metavar="N",
+        help="of their files and of inputs (50)",
     )
     parser.add_argument("--log-prompts", action="store_true", help="put prompts into the logs, which have none else")
     add_ray(parser)
+    add_model_arguments(parser)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that decide how models are opened. Their values become part of every request."""
     options.add_machine(parser)
     options.add_vae_backend(parser)
     options.add_attention(parser)
@@ -95,10 +116,12 @@ def run(arguments: argparse.Namespace) -> int:
     listening = open_socket(arguments.host, arguments.port)  # first: the model takes a while
     from comfy_tpu.serving.logs import start_logs
     from comfy_tpu.serving.served_model import open_served_model
+    from comfy_tpu.serving.shapes import check_models
     from comfy_tpu.serving.tracing import start_tracer
 
     config = _make_config(arguments, keys)
-    models = {name: open_served_model(name) for name in config.models}
+    models = {name: open_served_model(name, arguments.ignore_config_key) for name in config.models}
+    check_models(config.limits.sizes, models)
     start_logs()
     tracer = start_tracer()
     with contextlib.closing(_open_service(config, models, make_ray_config(arguments), tracer)) as service:
@@ -112,25 +135,31 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _make_config(arguments: argparse.Namespace, keys: Mapping[str, str]) -> ServeConfig:
     from comfy_tpu.serving.config import Limits, Retention, ServeConfig
+    from comfy_tpu.serving.shapes import parse_sizes
 
     _check_positive(arguments)
     return ServeConfig(
         tuple(arguments.models),
         arguments.directory.absolute(),
         keys=keys,
-        common=_common_values(arguments),
+        common=common_values(arguments),
         lora_directory=arguments.lora_directory,
         batch_size=arguments.batch_size,
         logs_prompts=arguments.log_prompts,
-        limits=Limits(queued_jobs=arguments.queue_limit, job_seconds=arguments.job_seconds),
+        limits=Limits(
+            queued_jobs=arguments.queue_limit,
+            job_seconds=arguments.job_seconds,
+            sizes=parse_sizes(arguments.sizes) if arguments.sizes is not None else (),
+            new_shapes=arguments.new_shapes,
+        ),
         retention=Retention(arguments.keep_days * 86400.0, int(arguments.keep_gb * 1e9)),
     )
 
 
 def _check_positive(arguments: argparse.Namespace) -> None:
-    for name in ("batch_size", "queue_limit", "job_seconds", "keep_days", "keep_gb"):
+    for name in ("batch_size", "queue_limit", "job_seconds", "new_shapes", "keep_days", "keep_gb"):
         value = getattr(arguments, name)
-        if value is not None and not 0 < value < float("inf"):
+        if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
             raise InvalidValueError(f"{name}={value} is not above 0; give a number that is", field=name)
 
 
@@ -204,7 +233,7 @@ def check_packages() -> None:
     if missing:
         raise InvalidValueError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed; a server needs more packages: "
-            "pip install 'comfy-tpu[serve]'"
+            f"{install_command('serve')}"
         )
 
 
@@ -216,7 +245,9 @@ def parse_keys(given: list[str], environment: Mapping[str, str]) -> dict[str, st
         if not (name and equals and key):
             raise InvalidValueError("api_key is not NAME=KEY; give a name to each key", field="api_key")
         if len(key) < 16:
-            raise InvalidValueError(f"the api_key of {name} has fewer than 16 characters", field="api_key")
+            raise InvalidValueError(
+                f"the key of client {name} (--api-key) has fewer than 16 characters", field="api_key"
+            )
         if not (key.isascii() and key.isprintable()) or " " in key:
             raise InvalidValueError(
                 f"the api_key of {name} has other characters than a header can carry; use letters and digits",
@@ -255,8 +286,13 @@ def open_socket(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _common_values(arguments: argparse.Namespace) -> dict[str, Any]:
-    chosen = {name: getattr(arguments, name) for name in _COMMON}
+def common_values(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The values of the flags of `add_model_arguments` that differ from their defaults, as JSON has them."""
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    chosen = {name: (getattr(arguments, name), default) for name, default in vars(parser.parse_args([])).items()}
     return {
-        name: str(value) for name, value in chosen.items() if value not in (None, arguments.parser.get_default(name))
+        name: str(value) if isinstance(value, Path) else value
+        for name, (value, default) in chosen.items()
+        if value != default
     }

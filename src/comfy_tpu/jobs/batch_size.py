@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 
 from comfy_tpu.config import GenerationSettings
 from comfy_tpu.errors import CheckpointError
@@ -20,9 +21,13 @@ _GPU_SHARE = 0.8
 
 
 def choose_rows(pipeline: VideoPipeline, settings: GenerationSettings) -> int:
-    """A power of two: few different programs are compiled."""
+    return double_rows(lambda rows: _pays(pipeline, settings, rows), lambda rows: _has_room(pipeline, settings, rows))
+
+
+def double_rows(pays: Callable[[int], bool], has_room: Callable[[int], bool] = lambda rows: True) -> int:
+    """A power of two: few different programs are compiled. `pays`: whether more than so many rows do."""
     rows = 1
-    while rows < ROWS_MAX and _pays(pipeline, settings, rows) and _has_room(pipeline, settings, 2 * rows):
+    while rows < ROWS_MAX and pays(rows) and has_room(2 * rows):
         rows *= 2
     return rows
 

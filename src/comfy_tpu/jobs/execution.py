@@ -25,14 +25,14 @@ from comfy_tpu.jobs.inputs import Inputs
 from comfy_tpu.jobs.lanes import Lanes
 from comfy_tpu.jobs.ledger import Job
 from comfy_tpu.jobs.outcome import CancelledError, Outcome, outcome_of_error
-from comfy_tpu.jobs.request import DEFAULT_MODEL, PER_ROW_FIELDS, Request
+from comfy_tpu.jobs.request import DEFAULT_MODEL, PER_ROW_FIELDS, Request, runs_alone
 from comfy_tpu.jobs.saved_steps import SavedSteps
 from comfy_tpu.jobs.stages import run_stage
 from comfy_tpu.jobs.writing import Row, Writer
 from comfy_tpu.parallel import hosts
 from comfy_tpu.pipeline import artifacts, media
 from comfy_tpu.pipeline.embeddings import PromptEmbeddings, merge_embeddings
-from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia
+from comfy_tpu.pipeline.given_media import NO_MEDIA, GivenMedia, follow_media
 from comfy_tpu.pipeline.initial import INITIAL, read_strength
 from comfy_tpu.pipeline.interpolation import Interpolator, check_interpolation, read_interpolation
 from comfy_tpu.pipeline.preview_colours import LearnedColours
@@ -204,15 +204,7 @@ class Executor:
         name = values.get("preset", AUTO)
         preset = {} if name == AUTO else find_preset(pipeline.files.presets, name, pipeline.model_name).settings
         settings = pipeline.settings(**opening.choose_settings(common, pipeline.family.card.sizes, preset))
-        # An image to start from is sampled with the noise of each seed.
-        card = pipeline.family.card
-        samples = card.starts_from_image and "image" in values
-        alone = (
-            self._saved_steps is not None
-            or samples
-            or card.makes_segments
-            or any(name in values for name in ("contact_sheet", "num_videos", "stage", "upscale"))
-        )
+        alone = self._saved_steps is not None or runs_alone(pipeline.family.card, values)
         most = 1 if alone else self._batch_size or choose_rows(pipeline, settings)
         rows = self._fit_compiled(jobs[0].request.shape_key, min(most, len(jobs)))
         if self._saved_steps is not None:  # of one job at a time
@@ -291,7 +283,7 @@ class Executor:
         """The settings of a job, and the names of its videos, which the first host knows."""
         sizes, preset = pipeline.family.card.sizes, pipeline.preset.settings
         chosen = opening.choose_settings(job.request.values, sizes, preset)
-        settings = pipeline.settings(**opening.add_frames(chosen, given, pipeline.family.card, pipeline.defaults))
+        settings = pipeline.settings(**follow_media(chosen, given, pipeline.family.card, pipeline.defaults))
         pipeline.warn_of_preset(settings)
         settings = pipeline.settle_context(settings, given.images)
         if (second := read_second_pass(job.request.values)) is not None:

@@ -1,7 +1,8 @@
 """The ledger: every job of a batch and its state, in SQLite.
 
 States: submitted → leased → running → done, or failed, or cancelled. A driver leases jobs and must renew its leases;
-those of a driver that is gone are submitted again. Several drivers may work on one ledger.
+those of a driver that is gone are submitted again. Several drivers of one
+host may work on one ledger.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 from comfy_tpu.jobs.driver_lock import DriverLock, is_alive
@@ -134,20 +135,33 @@ class Submission:
 
 
 class Ledger:
+    damage_advice: ClassVar = "remove it: finished jobs are found again by results.jsonl"
+    """What to do about a damaged file."""
+
     def __init__(self, path: Path) -> None:
         """Opens the ledger, or makes it, as a new driver of it. Jobs of drivers that are gone are submitted again."""
         self.path = path
         self.token = secrets.token_hex(8)
         self._lock = threading.RLock()
-        with ledger_errors(path):
+        with contextlib.ExitStack() as undo, self._errors():
             self._driver_lock = DriverLock(path, self.token)
+            undo.callback(self._driver_lock.release)
+            # Before SQLite opens it: WAL keeps its index in memory that hosts do not share, also on a network disk.
+            if (host := self._driver_lock.find_other_host(path, LEASE_SECONDS)) is not None:
+                raise LedgerError(
+                    f"the ledger {path} is open on the host {host}, and SQLite's log works on one host at a time; end "
+                    f"that process (one that was killed counts for {LEASE_SECONDS:.0f} s), or choose another directory",
+                    "open on another host",
+                )
             self._database = sqlite3.connect(path, timeout=60.0, isolation_level=None, check_same_thread=False)
+            undo.callback(self._database.close)
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = NORMAL")
             with self._transaction():
                 self._make_tables()
                 self._remove_gone_drivers()
                 self.run = self._join()
+            undo.pop_all()
 
     def close(self) -> None:
         """Gives unfinished jobs back."""
@@ -183,6 +197,7 @@ class Ledger:
 
     def renew(self) -> None:
         """Renews the leases of this driver, and ends those of drivers that are gone."""
+        self._driver_lock.renew()
         with self._write():
             self._database.execute("UPDATE drivers SET seen_at = ? WHERE token = ?", (time.time(), self.token))
             self._remove_gone_drivers()
@@ -358,17 +373,19 @@ class Ledger:
     def find_open(self, ids: Iterable[str]) -> dict[str, bool]:
         """Of those ids that are known here, whether the job is wanted by this run and not done."""
         query = "SELECT run = ? AND state NOT IN ('done', 'cancelled') FROM jobs WHERE id = ?"
-        with self._lock, ledger_errors(self.path):
+        with self._lock, self._errors():
             rows = {each: self._database.execute(query, (self.run, each)).fetchone() for each in ids}
         return {each: bool(row[0]) for each, row in rows.items() if row is not None}
 
     def counts(self) -> Counts:
         query = "SELECT state, count(*) FROM jobs WHERE run = ? GROUP BY state"
-        with self._lock, ledger_errors(self.path):
+        with self._lock, self._errors():
             found = dict(self._database.execute(query, (self.run,)).fetchall())
         known = {field.name for field in dataclasses.fields(Counts)}
         if unknown := [state for state in found if state not in known]:
-            raise LedgerError(f"the ledger {self.path} has jobs in the state {unknown[0]!r}; {_REMOVE}", "damaged")
+            raise DamagedLedgerError(
+                f"the ledger {self.path} has jobs in the state {unknown[0]!r}; {self.damage_advice}"
+            )
         return Counts(**found)
 
     def results(self) -> Iterator[dict[str, Any]]:
@@ -376,7 +393,7 @@ class Ledger:
         columns = "line, id, state, output, request, attempts, worker, error, seconds, outputs, finished_at"
         last = (-1, "")
         while True:  # in parts: a million jobs are not held at once, and other drivers are not kept waiting
-            with self._lock, ledger_errors(self.path):
+            with self._lock, self._errors():
                 rows = self._database.execute(
                     f"SELECT {columns} FROM jobs WHERE run = ? AND state != 'cancelled' AND (line, id) > (?, ?)"
                     " ORDER BY line, id LIMIT 10000",
@@ -396,11 +413,30 @@ class Ledger:
         try:
             return json.loads(text)
         except (TypeError, ValueError) as error:
-            raise LedgerError(f"the ledger {self.path} holds a job that is no JSON; {_REMOVE}", "damaged") from error
+            raise self._damage("holds a job that is no JSON") from error
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except UnicodeDecodeError as error:  # of a text in a damaged file, also of one in SQLite's message
+            raise self._damage("cannot be used (it holds text that is not UTF-8)") from error
+        except sqlite3.Error as error:
+            text = str(error)
+            if "full" in text or "disk I/O" in text:
+                advice = "free some space and start again: what is done stays done"
+            elif "not a database" in text or "malformed" in text:
+                raise self._damage(f"cannot be used ({text})", text) from error
+            else:
+                advice = "look at the rights of its directory"
+            raise LedgerError(f"the ledger {self.path} cannot be used ({text}); {advice}", text) from error
+
+    def _damage(self, what: str, reason: str = "damaged") -> DamagedLedgerError:
+        return DamagedLedgerError(f"the ledger {self.path} {what}; {self.damage_advice}", reason)
 
     @contextlib.contextmanager
     def _write(self) -> Iterator[None]:
-        with self._lock, ledger_errors(self.path), self._transaction():
+        with self._lock, self._errors(), self._transaction():
             yield
 
     @contextlib.contextmanager
@@ -424,23 +460,5 @@ class LedgerError(ComfyTpuError):
         self.reason = reason or "an error"
 
 
-_REMOVE = "remove it: finished jobs are found again by results.jsonl"
-
-
-@contextlib.contextmanager
-def ledger_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except UnicodeDecodeError as error:  # of a text in a damaged file, also of one in SQLite's message
-        raise LedgerError(
-            f"the ledger {path} cannot be used (it holds text that is not UTF-8); {_REMOVE}", "damaged"
-        ) from error
-    except sqlite3.Error as error:
-        text = str(error)
-        if "full" in text or "disk I/O" in text:
-            advice = "free some space and start again: what is done stays done"
-        elif "not a database" in text or "malformed" in text:
-            advice = _REMOVE
-        else:
-            advice = "look at the rights of its directory"
-        raise LedgerError(f"the ledger {path} cannot be used ({text}); {advice}", text) from error
+class DamagedLedgerError(LedgerError):
+    """The ledger's file is damaged, or no ledger."""

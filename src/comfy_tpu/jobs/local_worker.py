@@ -70,7 +70,8 @@ def _open_steps(folder: Folder, every: int | None) -> SavedSteps | None:
 def find_model_facts(request: Request) -> ModelFacts:
     """Opens the model's files, and downloads them if needed."""
     model = choose_model(request.values)
-    files = open_model(DEFAULT_MODEL if model is None else model)
+    ignored = request.values.get("ignore_config_key") or ()
+    files = open_model(DEFAULT_MODEL if model is None else model, ignored_keys=ignored)
     return ModelFacts(files.fingerprint, files.family.card.limits.frames_max == 1)
 
 

@@ -17,10 +17,10 @@ from comfy_tpu.config import (
     SingleFiles,
 )
 from comfy_tpu.errors import InvalidValueError
-from comfy_tpu.families.card import VIDEO_NAMES, ModelCard
+from comfy_tpu.families.card import VIDEO_NAMES
 from comfy_tpu.families.settings import merge_choices
 from comfy_tpu.kernels.windows import parse_blocks, parse_window
-from comfy_tpu.pipeline.given_media import GivenMedia, choose_frames
+from comfy_tpu.pipeline.given_media import GivenMedia
 from comfy_tpu.pipeline.images import read_image
 from comfy_tpu.pipeline.video import VideoPipeline
 from comfy_tpu.pipeline.video_files import VideoSource, open_video
@@ -43,6 +43,7 @@ def make_runtime(values: Mapping[str, Any]) -> RuntimeConfig:
         vae_backend=values.get("vae_backend", VAE_BACKEND),
         tiny_vae=None if tiny is None else Path(tiny),
         attention=_make_attention(values),
+        ignored_config_keys=tuple(values.get("ignore_config_key") or ()),
         cache=CacheConfig(directory=None if cache is None else Path(cache)),
         dump=None if dump is None else Path(dump),
     )
@@ -136,17 +137,6 @@ def parse_strengths(given: Any) -> tuple[float, ...] | None:
 
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
-
-
-def add_frames(
-    chosen: dict[str, Any], given: GivenMedia, card: ModelCard, defaults: GenerationSettings
-) -> dict[str, Any]:
-    """The chosen settings, with the number of frames of a given video where none is chosen."""
-    if not given.videos or chosen.get("num_frames") is not None:
-        return chosen
-    fps = chosen.get("fps")
-    rate = fps if isinstance(fps, int | float) and fps > 0 else defaults.fps  # what is odd is refused with the others
-    return chosen | {"num_frames": choose_frames(given, card, defaults, rate)}
 
 
 def check_last_image(values: Mapping[str, Any], pipeline: VideoPipeline) -> None:

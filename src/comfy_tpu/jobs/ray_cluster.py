@@ -20,9 +20,9 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from comfy_tpu.distribution import install_command
 from comfy_tpu.errors import ComfyTpuError, InvalidValueError
 
-INSTALL = "pip install 'comfy-tpu[ray]'"
 _CONNECT_SECONDS = 5.0
 """For a TCP connection to the cluster, before Ray tries: it would go on for a minute, and end the process."""
 _OBJECT_STORE_BYTES = 512 * 2**20
@@ -157,7 +157,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ComfyTpuError(f"ray is not installed; {INSTALL}") from error
+        raise ComfyTpuError(f"ray is not installed; {install_command('ray')}") from error
     return ray
 
 

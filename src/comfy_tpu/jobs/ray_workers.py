@@ -39,7 +39,7 @@ STALL_SECONDS = {
     "denoising": 900.0,  # a step; the longest that `plan` knows takes two minutes
     "decoding": 900.0,  # and then writing and uploading, with five attempts
 }
-"""Seconds without progress, by the stage of the last one, after which a worker with jobs is taken for dead."""
+"""Seconds without progress, by the last stage, after which a worker that has jobs, or is starting, counts as dead."""
 
 _POLL_SECONDS = 5.0
 """For which an actor keeps a question open while nothing happens."""
@@ -202,7 +202,8 @@ class RayWorkers:
                 self._happened = self.wait(0.2)
                 continue
             try:
-                found = self._ray.get(worker.actors[0].find_model_facts.remote(resolve_paths(request)))
+                asked = worker.actors[0].find_model_facts.remote(resolve_paths(request))
+                found = self._ray.get(asked, timeout=self._config.stall_seconds["starting"])
             except self._ray.exceptions.RayError as error:
                 self._lose(worker, error)
                 continue
@@ -226,7 +227,7 @@ class RayWorkers:
             if worker not in self._workers:
                 continue  # it was lost by another of its actors
             try:
-                self._take(worker, ref, self._ray.get(ref))
+                self._take(worker, ref, self._ray.get(ref, timeout=self._config.stall_seconds["decoding"]))
             except self._ray.exceptions.RayError as error:
                 self._lose(worker, error)
 
@@ -257,8 +258,11 @@ class RayWorkers:
     def _kill_stalled(self) -> None:
         for worker in list(self._workers):
             limit = self._config.stall_seconds[worker.stage]
-            if worker.groups and worker.seconds_without_progress() > limit:
-                self._lose(worker, f"no progress for {limit:.0f} s in stage {worker.stage}")
+            if worker.seconds_without_progress() > limit and (worker.groups or not worker.is_ready):
+                reason = f"no progress for {limit:.0f} s in stage {worker.stage}"
+                if not worker.is_ready:
+                    self._tell(f"{worker.name} is given up: {reason}")
+                self._lose(worker, reason)
 
     def _lose(self, worker: _Worker, error: Exception | str) -> None:
         """Gives a dead worker's jobs back, and has it replaced after a while."""
@@ -269,7 +273,7 @@ class RayWorkers:
         self._losses += 1
         pause = min(_PAUSE_MAX, 2.0 ** (self._losses - 1))
         self._start_at = time.monotonic() + pause * random.uniform(0.5, 1.0)
-        is_program = isinstance(error, Exception) and not _is_death(error)
+        is_program = isinstance(error, Exception) and not (isinstance(error, TimeoutError) or _is_death(error))
         if is_program and not self._has_finished and self._losses >= _LOSSES_MAX:
             raise ComfyTpuError(f"no worker could start ({reason}); install the same comfy-tpu on all machines")
 
@@ -390,6 +394,7 @@ class _Worker:
         if isinstance(answer, Report):
             self._ask(actor)
             return answer if actor is self.actors[0] or answer.is_ending else None
+        self._progress_at = time.monotonic()
         if isinstance(answer, Hello):
             self._hellos[actor] = answer
             if len(self._hellos) == len(self.actors) > 1:
@@ -401,7 +406,6 @@ class _Worker:
                 self.asked[each.join_hosts.remote(place)] = each
         if not self.asked:
             self.is_ready = True
-            self._progress_at = time.monotonic()
             for each in self.actors:
                 self._ask(each)
         return None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from comfy_tpu.config import Lora, LoraNoise
-from comfy_tpu.families.card import VIDEO_NAMES
+from comfy_tpu.families.card import VIDEO_NAMES, ModelCard
 
 RESULT_VERSION = 3
 """Part of every identity. To be increased when the same request gives another video, so that finished jobs are done
@@ -37,7 +37,7 @@ FILE_FIELDS = (*INPUT_FIELDS, "transformer", "text_encoder", "vae", "image_encod
 
 MODEL_FIELDS = (
     *("model", "transformer", "text_encoder", "vae", "image_encoder"),
-    *("mesh", "platform", "dtype", "quantize", "cache_dir", "vae_backend", "tiny_vae"),
+    *("mesh", "platform", "dtype", "quantize", "cache_dir", "vae_backend", "tiny_vae", "ignore_config_key"),
     *("attention", "attention_window", "attention_blocks", "dense_max_tokens", "fast"),
 )
 """Fields that decide which model is opened, and how. A model changes where one of them does."""
@@ -106,6 +106,13 @@ class Request:
     @classmethod
     def from_json(cls, text: str) -> Request:
         return cls(json.loads(text))
+
+
+def runs_alone(card: ModelCard, values: Mapping[str, Any]) -> bool:
+    """Whether a request shares its steps with no other."""
+    samples = card.starts_from_image and "image" in values  # an image to start from is sampled with each seed's noise
+    own = ("contact_sheet", "num_videos", "stage", "upscale")
+    return samples or card.makes_segments or any(name in values for name in own)
 
 
 def default_output(request: Request, identity: str, suffix: str) -> str:

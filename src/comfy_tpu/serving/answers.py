@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from comfy_tpu.config import GenerationSettings
@@ -15,6 +15,7 @@ from comfy_tpu.jobs.served_ledger import Record
 from comfy_tpu.pipeline.second_pass import read_second_pass
 from comfy_tpu.serving.job_progress import JobProgress
 from comfy_tpu.serving.served_model import ServedModel
+from comfy_tpu.serving.shapes import Sizes
 
 STATUS: dict[State, str] = {
     "submitted": "queued",
@@ -27,7 +28,11 @@ STATUS: dict[State, str] = {
 
 
 def describe_video(
-    record: Record, model: ServedModel | None, progress: JobProgress, expires_after: float
+    record: Record,
+    model: ServedModel | None,
+    progress: JobProgress,
+    expires_after: float,
+    hide_paths: Callable[[str], str],
 ) -> dict[str, Any]:
     values = record.request.values
     defaults = GenerationSettings() if model is None else model.defaults
@@ -47,7 +52,7 @@ def describe_video(
         "size": f"{width}x{height}" if second is None or model is None else _upscaled_size(model, values),
         "seconds": f"{frames / fps:g}",
         "prompt": record.request.prompt,
-        "error": None,
+        "error": describe_failure(record, hide_paths),
         "stage": progress.stage if record.state == "running" else STATUS[record.state],
         "has_image": bool(values.get("image") or values.get("reference")),
         "has_video": any(values.get(name) for name in VIDEO_NAMES),
@@ -58,9 +63,14 @@ def describe_video(
         },
         "second_pass": None if second is None else dataclasses.asdict(second),
     }
-    if record.state in ("failed", "cancelled"):
-        answer["error"] = {"code": record.state, "message": record.error}
     return answer
+
+
+def describe_failure(record: Record, hide_paths: Callable[[str], str]) -> dict[str, str] | None:
+    """Why a job has no result; None for a job that has one, or may have one."""
+    if record.state not in ("failed", "cancelled"):
+        return None
+    return {"code": record.state, "message": hide_paths(record.error)}
 
 
 def _upscaled_size(model: ServedModel, values: Mapping[str, Any]) -> str:
@@ -71,8 +81,10 @@ def _upscaled_size(model: ServedModel, values: Mapping[str, Any]) -> str:
     return f"{result.width}x{result.height}"
 
 
-def describe_model(model: ServedModel, created: float) -> dict[str, Any]:
+def describe_model(model: ServedModel, created: float, sizes: Sizes = ()) -> dict[str, Any]:
+    """`sizes`: those of `--sizes` that the model takes."""
     images = model.card.image
+    usual = sorted({(size["width"], size["height"]) for size in model.card.sizes.values()})
     return {
         "id": model.name,
         "object": "model",
@@ -84,7 +96,7 @@ def describe_model(model: ServedModel, created: float) -> dict[str, Any]:
         "defaults": dataclasses.asdict(model.defaults),
         "limits": dataclasses.asdict(model.card.limits),
         "presets": {name: dict(preset.settings) for name, preset in model.presets.items()},
-        "sizes": sorted({f"{size['width']}x{size['height']}" for size in model.card.sizes.values()}),
+        "sizes": [f"{width}x{height}" for width, height in sizes or usual],
         "max_images": 0 if images is None else max(images.max_images, images.max_frames),
         "max_references": model.card.max_references,
         "takes_videos": [f"input_{video.name}" for video in model.card.videos],

@@ -20,6 +20,7 @@ from comfy_tpu.serving.logs import RequestLog
 from comfy_tpu.serving.metrics import render_metrics
 from comfy_tpu.serving.page_routes import PAGE_PATHS, add_page_routes
 from comfy_tpu.serving.service import NotFoundError, Service
+from comfy_tpu.serving.shapes import taken_sizes
 from comfy_tpu.serving.tracing import RequestSpans
 
 _KINDS: tuple[Kind, ...] = ("video", "image")
@@ -64,6 +65,8 @@ def make_app(service: Service, tracer: Any | None = None) -> FastAPI:
 
 
 def _add_machine_routes(app: FastAPI, service: Service) -> None:
+    limits = service.config.limits
+
     @app.get("/healthz", responses={"503": {"description": "It ends, and is to be started again"}})
     async def health() -> Response:
         if service.failure:
@@ -80,10 +83,13 @@ def _add_machine_routes(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         return Response(await run_in_threadpool(render_metrics, service), media_type="text/plain; version=0.0.4")
 
+    def describe(name: str) -> dict[str, Any]:
+        model = service.models[name]
+        return describe_model(model, service.started_at, taken_sizes(model, limits.sizes))
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        listed = [describe_model(model, service.started_at) for model in service.models.values()]
-        return {"object": "list", "data": listed}
+        return {"object": "list", "data": [describe(name) for name in service.models]}
 
     @app.get("/v1/models/{name:path}")  # a hub id has a slash
     async def model(name: str) -> dict[str, Any]:
@@ -91,7 +97,7 @@ def _add_machine_routes(app: FastAPI, service: Service) -> None:
             raise NotFoundError(
                 f"model={name[:80]!r} is not served here; choose from {', '.join(service.models)}", field="model"
             )
-        return describe_model(service.models[name], service.started_at)
+        return describe(name)
 
 
 def _answer_head(app: FastAPI) -> None:

@@ -38,6 +38,10 @@ class Limits:
     """Requests of one client with a key that are open at once: those that follow events, or wait for images, stay."""
     job_seconds: float | None = None
     """The longest that a job may take by its estimate; None: any time."""
+    sizes: tuple[tuple[int, int], ...] = ()
+    """The widths and heights that jobs may have; empty: any."""
+    new_shapes: int = 20
+    """Shapes that a client with a key may order in an hour and nobody did before: each is compiled."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from comfy_tpu.jobs.ledger import LedgerError
 from comfy_tpu.jobs.served_ledger import KeyUsedError, QueueFullError
 from comfy_tpu.serving.admission import TooLargeError
 from comfy_tpu.serving.service import NotFoundError, Service
+from comfy_tpu.serving.shapes import NewShapesError
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def make_unavailable(message: str) -> JSONResponse:
 def add_error_handlers(app: FastAPI, service: Service) -> None:
     @app.exception_handler(InvalidValueError)
     async def invalid(_: Request, error: InvalidValueError) -> Response:
-        return make_error(400, str(error), param=error.field)
+        return make_error(400, service.hide_paths(str(error)), param=error.field)
 
     @app.exception_handler(RequestValidationError)
     async def invalid_query(_: Request, error: RequestValidationError) -> Response:
@@ -75,6 +76,12 @@ def add_error_handlers(app: FastAPI, service: Service) -> None:
         response.headers["Retry-After"] = str(service.retry_seconds())
         return response
 
+    @app.exception_handler(NewShapesError)
+    async def many_shapes(_: Request, error: NewShapesError) -> Response:
+        response = make_error(429, str(error), kind="rate_limit_error", code="too_many_new_shapes")
+        response.headers["Retry-After"] = str(error.retry_seconds)
+        return response
+
     @app.exception_handler(KeyUsedError)
     async def used(_: Request, error: KeyUsedError) -> Response:
         return make_error(409, str(error), code="idempotency_key_in_use")
@@ -86,7 +93,8 @@ def add_error_handlers(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(ComfyTpuError)
     async def failed(_: Request, error: ComfyTpuError) -> Response:
-        return make_unavailable(str(error))
+        logger.error("a request could not be answered: %s", error)
+        return make_unavailable(service.hide_paths(str(error)))
 
     @app.exception_handler(OSError)
     async def not_written(_: Request, error: OSError) -> Response:  # not its text, which has paths of the server

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from fastapi import Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 
 from comfy_tpu.jobs.ledger import LedgerError
@@ -56,7 +57,7 @@ def stream_events(
         sent_at = time.monotonic()
         while not (is_stopping() or await request.is_disconnected()):
             try:
-                text, is_over = look()
+                text, is_over = await run_in_threadpool(look)
             except NotFoundError:  # the job was deleted
                 return
             except LedgerError:  # it may be back in a moment; those who order are told

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Query, Request, Response
-from fastapi.concurrency import run_in_threadpool
+from fastapi.concurrency import contextmanager_in_threadpool, run_in_threadpool
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
 from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.jobs.served_ledger import OVER, Kind, Record
 from comfy_tpu.serving import schema
-from comfy_tpu.serving.answers import describe_video, preview_url
+from comfy_tpu.serving.answers import describe_failure, describe_video, preview_url
 from comfy_tpu.serving.downloads import Download
 from comfy_tpu.serving.error_answers import make_error, make_unavailable
 from comfy_tpu.serving.event_streams import has_seen_the_last, nothing_follows, stream_events
 from comfy_tpu.serving.image_answers import FIELDS as FORMAT_FIELDS
 from comfy_tpu.serving.image_answers import ImageFormat, refuse_format
+from comfy_tpu.serving.input_room import read_length
 from comfy_tpu.serving.orders import rename_field
 from comfy_tpu.serving.service import NotFoundError, Service
 from comfy_tpu.serving.uploads import Upload, read_body
@@ -33,11 +35,13 @@ _VARIANTS = (None, "", "video")
 
 
 def add_job_routes(app: FastAPI, service: Service, kind: Kind) -> None:
+    """Routes that look into the ledger are plain functions, which FastAPI runs in threads: SQLite blocks."""
     jobs, media_type = f"/v1/{kind}s", "video/mp4" if kind == "video" else "image/png"
 
     def describe(record: Record) -> dict[str, Any]:
         model = service.models.get(record.request.model)
-        answer = describe_video(record, model, service.progress(record), service.config.retention.seconds)
+        kept = service.config.retention.seconds
+        answer = describe_video(record, model, service.progress(record), kept, service.hide_paths)
         return {**answer, "estimated_seconds": record.estimate}
 
     def describe_with_wait(record: Record) -> dict[str, Any]:
@@ -51,12 +55,13 @@ def add_job_routes(app: FastAPI, service: Service, kind: Kind) -> None:
 
     @app.post(jobs, openapi_extra=schema.order_body(), responses=schema.answer(schema.JOB_WITH_WAIT))
     async def create(request: Request) -> dict[str, Any]:
-        async with read_body(request, service.config.limits, service.inputs) as (body, uploads):
+        async with _receive(service, request) as (body, uploads):
             refuse_format(body)
-            return describe_with_wait(await _accept(service, request, kind, body, uploads))
+            record = await _accept(service, request, kind, body, uploads)
+        return await run_in_threadpool(describe_with_wait, record)
 
     @app.get(jobs, responses=schema.answer(schema.JOB_LIST))
-    async def list_jobs(
+    def list_jobs(
         request: Request,
         after: str | None = None,
         limit: int = Query(20, ge=1, le=100),
@@ -77,21 +82,21 @@ def add_job_routes(app: FastAPI, service: Service, kind: Kind) -> None:
         }
 
     @app.get(jobs + "/{id_}", responses=schema.answer(schema.JOB_WITH_WAIT))
-    async def retrieve(id_: str, request: Request) -> dict[str, Any]:
+    def retrieve(id_: str, request: Request) -> dict[str, Any]:
         return describe_with_wait(find(id_, request))
 
     @app.delete(jobs + "/{id_}", responses=schema.answer(schema.DELETED))
-    async def delete(id_: str, request: Request) -> dict[str, Any]:
-        await run_in_threadpool(service.remove, find(id_, request))
+    def delete(id_: str, request: Request) -> dict[str, Any]:
+        service.remove(find(id_, request))
         return {"id": id_, "object": f"{kind}.deleted", "deleted": True}
 
     @app.post(jobs + "/{id_}/cancel", responses=schema.answer(schema.JOB))
-    async def cancel(id_: str, request: Request) -> dict[str, Any]:
-        await run_in_threadpool(service.cancel, find(id_, request).id)
+    def cancel(id_: str, request: Request) -> dict[str, Any]:
+        service.cancel(find(id_, request).id)
         return describe(find(id_, request))
 
     @app.get(jobs + "/{id_}/content", response_class=FileResponse, responses=schema.file(media_type))
-    async def content(id_: str, request: Request, index: int = 0, variant: str | None = None) -> Response:
+    def content(id_: str, request: Request, index: int = 0, variant: str | None = None) -> Response:
         record = find(id_, request)
         if kind == "video" and variant not in _VARIANTS:
             raise InvalidValueError(f"variant={variant[:40]!r} is not made here; leave it out", field="variant")
@@ -107,7 +112,7 @@ def add_job_routes(app: FastAPI, service: Service, kind: Kind) -> None:
         return Download(path, media_type=media_type, filename=path.name)
 
     @app.get(jobs + "/{id_}/events", response_class=StreamingResponse, responses=schema.events())
-    async def events(id_: str, request: Request) -> Response:
+    def events(id_: str, request: Request) -> Response:
         last, preview = dict[str, Any](), b""
 
         def look() -> tuple[str | None, bool]:
@@ -139,13 +144,13 @@ def add_image_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/images/generations", **described)
     async def generate(request: Request) -> Response:
-        async with read_body(request, service.config.limits, service.inputs) as (body, uploads):
+        async with _receive(service, request) as (body, uploads):
             format_, record = ImageFormat.read(body), await _accept(service, request, "image", body, uploads)
         return await answer(request, format_, record)
 
     @app.post("/v1/images/edits", **described)
     async def edit(request: Request) -> Response:
-        async with read_body(request, service.config.limits, service.inputs) as (body, uploads):
+        async with _receive(service, request) as (body, uploads):
             if not uploads:
                 raise InvalidValueError(
                     "image is missing: give the image to change, as a file of a form", field="image"
@@ -162,13 +167,13 @@ def add_image_routes(app: FastAPI, service: Service) -> None:
                     await run_in_threadpool(service.cancel, record.id)
                 return Response(status_code=499)
             await asyncio.sleep(_POLL_SECONDS)
-            found = service.find(record.id, request.state.client)
+            found = await run_in_threadpool(service.find, record.id, request.state.client)
             if found is None:
                 raise NotFoundError("the image was removed while it was made")
             record = found
-        if record.state != "done":
+        if (failure := describe_failure(record, service.hide_paths)) is not None:
             status = 500 if record.state == "failed" else 409
-            return make_error(status, record.error, kind="server_error", code=record.state)
+            return make_error(status, failure["message"], kind="server_error", code=failure["code"])
         paths = [service.output_path(record, index) for index in range(len(record.outputs))]
         data = [{"b64_json": await run_in_threadpool(format_.encode, path)} for path in paths if path]
         answered = {"created": int(time.time()), "data": data, "id": record.id, "output_format": format_.name}
@@ -180,6 +185,16 @@ def _key(request: Request) -> str | None:
     if key is not None and len(key) > 255:
         raise InvalidValueError("the idempotency key has more than 255 characters; choose a shorter one")
     return key
+
+
+@contextlib.asynccontextmanager
+async def _receive(service: Service, request: Request) -> AsyncIterator[tuple[dict[str, Any], list[Upload]]]:
+    """As `read_body`, after a look at the queue and the disk."""
+    limits, is_form = service.config.limits, request.headers.get("content-type", "").lower().startswith("multipart/")
+    size = read_length(request.headers, limits.video_body_bytes) if is_form else 0  # JSON is written nowhere
+    room = service.receiving(request.state.client, _key(request), size)
+    async with contextmanager_in_threadpool(room), read_body(request, limits, service.inputs) as received:
+        yield received
 
 
 async def _accept(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from comfy_tpu.serving.activity import STEP_BUCKETS
@@ -51,12 +51,11 @@ def _step_histogram(service: Service) -> Iterator[str]:
 
 
 def _device_memory() -> Iterator[str]:
-    """Of the devices of this process, where they say it; those of Ray's workers are not here."""
-    if "jax" not in sys.modules:
+    """The memory of the devices that hold this process's weights, if they report it. Asking JAX for its devices would
+    start them, in this request's thread, and take those of Ray's workers."""
+    if (residency := sys.modules.get("comfy_tpu.compiler.residency")) is None:
         return
-    import jax
-
-    devices: list[Any] = jax.local_devices()
+    devices: Iterable[Any] = residency.shared_residency().bytes_per_device()
     found = {str(device.id): device.memory_stats() or {} for device in devices if device.platform != "cpu"}
     for name, text in (("bytes_in_use", "Memory in use."), ("bytes_limit", "Memory that can be used.")):
         values = {device: facts[name] for device, facts in found.items() if name in facts}

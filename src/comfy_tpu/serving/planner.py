@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from comfy_tpu.config import GenerationSettings, MeshSizes
 from comfy_tpu.errors import ComfyTpuError
+from comfy_tpu.serving.shapes import shape_of
 
 if TYPE_CHECKING:
     from comfy_tpu.parallel.chips import Slice
@@ -33,6 +33,8 @@ class StepCost:
     available_bytes: int = 0
     seconds: float | None = None
     """By `plan`; None where it knows nothing of the chip."""
+    rows: int | None = None
+    """Jobs that share a step; None: unknown."""
 
     @property
     def fits(self) -> bool:
@@ -55,12 +57,7 @@ class _Counter:
         """By shape: whoever asks for one that is known does not wait for another's trace."""
 
     def cost(self, model: str, settings: GenerationSettings) -> StepCost | None:
-        size = (settings.width, settings.height, settings.num_frames, settings.num_videos)
-        # Models compute one branch up to 0 or up to 1: three kinds of scales, whatever their number.
-        branches = max(0, min(2, math.ceil(settings.guidance_scale)))
-        context = (settings.context, settings.context_frames, settings.context_overlap, settings.context_stride)
-        tile = (settings.tile, settings.tile_overlap)
-        key = (model, *size, branches, settings.max_sequence_length, context, tile)
+        key = shape_of(model, settings)
         with contextlib.suppress(KeyError):
             return self._known[key]
         with self._locks.setdefault(key, threading.Lock()):
@@ -95,7 +92,7 @@ class DevicePlanner(_Counter):
         return VideoPipeline.open(model, make_runtime({**self._common, "model": model}))
 
     def _count_here(self, model: str, settings: GenerationSettings) -> StepCost:
-        from comfy_tpu.jobs.batch_size import estimate_memory
+        from comfy_tpu.jobs.batch_size import choose_rows, estimate_memory
         from comfy_tpu.parallel.chips import find_slice
         from comfy_tpu.pipeline.windows import windows_per_call
 
@@ -109,6 +106,7 @@ class DevicePlanner(_Counter):
             memory.needed if memory else 0,
             memory.available if memory else 0,
             _plan_seconds(work, slice_) if slice_ is not None else None,
+            choose_rows(pipeline, settings),
         )
 
 
@@ -123,8 +121,22 @@ class SlicePlanner(_Counter):
     def _count_slice(self, model: str, settings: GenerationSettings) -> StepCost:
         from comfy_tpu.parallel.layouts import best_layout, usable_bytes
 
-        work, best = best_layout(self._open_files(model).workloads(settings), self._slice)
-        return StepCost(_count_flops(work), best.memory.total, usable_bytes(self._slice.chip), best.step_seconds)
+        files = self._open_files(model)
+        work, best = best_layout(files.workloads(settings), self._slice)
+        rows = count_rows(files, settings, self._slice.chips)
+        return StepCost(_count_flops(work), best.memory.total, usable_bytes(self._slice.chip), best.step_seconds, rows)
+
+
+def count_rows(files: ModelFiles, settings: GenerationSettings, device_count: int = 1) -> int:
+    """The most jobs that share a step on accelerators elsewhere; their memory may have room for fewer."""
+    from comfy_tpu.jobs.batch_size import double_rows
+    from comfy_tpu.pipeline.step import BUSY_TOKENS, count_tokens
+
+    def pays(rows: int) -> bool:
+        tokens = count_tokens(files.family, dataclasses.replace(settings, num_videos=rows))
+        return tokens / device_count < BUSY_TOKENS
+
+    return double_rows(pays)
 
 
 def _count_flops(work: Workload) -> float:

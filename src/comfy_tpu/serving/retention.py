@@ -64,10 +64,8 @@ class Sweeper:
         for record in self._ledger.finished_before(time.time() - self._kept.seconds):
             self._remove(record)
         self._remove_strays()
-        total = 0
-        for id_, size in self._ledger.finished_bytes():
-            total += size
-            if total > self._kept.bytes and (found := self._ledger.find(id_)) is not None:
+        for id_ in self._ledger.finished_beyond(self._kept.bytes):
+            if (found := self._ledger.find(id_)) is not None:
                 self._remove(found)
 
     def _remove_strays(self) -> None:
@@ -87,5 +85,7 @@ class Sweeper:
             if (match := _JOB_FILE.match(path.name)) is None:
                 continue
             record = self._ledger.find(match[0])
-            if record is None or record.state in ("failed", "cancelled"):
+            # One without a record may be a job's of another ledger: of a damaged one, or of this one's newer copy.
+            is_stray = self._ledger.was_removed(match[0]) if record is None else record.state in ("failed", "cancelled")
+            if is_stray:
                 path.unlink(missing_ok=True)

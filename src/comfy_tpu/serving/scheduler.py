@@ -31,6 +31,11 @@ _DISK_SECONDS = 10.0
 """For which no job is begun after one whose file found no room: all of its steps would be made for nothing again."""
 
 
+_MODEL_SECONDS = 300.0
+"""For which a worker stays with the model that it loaded while others' jobs have their turn: to load one of 14B takes
+minutes."""
+
+
 class JobWorkers(Workers, Protocol):
     @property
     def count(self) -> int:
@@ -75,6 +80,10 @@ class Scheduler:
         self._renewed_at = self._compared_at = time.monotonic()
         self._paused_until = 0.0
         self._has_failed = False
+        self._loaded: dict[str, str] = {}
+        """The last model of each worker."""
+        self._loaded_at: dict[str, float] = {}
+        """When a worker last changed to a model."""
         self._trouble = ("", 0.0)
         """A reason, and the time until which it counts."""
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
@@ -153,12 +162,22 @@ class Scheduler:
             if self._waiting_first is not None:
                 jobs, self._waiting_first = [self._waiting_first], None
             else:
-                jobs = self._ledger.lease_fairly(wanted, shape_key=self._workers.preference()[1])
+                model_key, shape_key = self._prefer()
+                jobs = self._ledger.lease_fairly(wanted, model_key=model_key, shape_key=shape_key)
                 self._at_work.update(job.id for job in jobs)
             if not jobs:
                 return
             self._on_given(jobs)
-            self._ledger.start([job.id for job in jobs], self._workers.give(jobs))
+            worker, model_key = self._workers.give(jobs), jobs[0].request.model_key
+            if self._loaded.get(worker) != model_key:
+                self._loaded[worker], self._loaded_at[model_key] = model_key, time.monotonic()
+            self._ledger.start([job.id for job in jobs], worker)
+
+    def _prefer(self) -> tuple[str | None, str | None]:
+        """The model, if the next free worker is to stay with its own, and the shape of the jobs for it."""
+        model_key, shape_key = self._workers.preference()
+        is_new = model_key is not None and time.monotonic() - self._loaded_at.get(model_key, 0.0) < _MODEL_SECONDS
+        return model_key if is_new else None, shape_key
 
     def _handle_happened(self) -> None:
         while self._happened:

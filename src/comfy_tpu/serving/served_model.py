@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,9 +69,9 @@ class ServedModel:
         return {} if preset is None else preset.settings
 
 
-def open_served_model(name: str) -> ServedModel:
+def open_served_model(name: str, ignored_keys: Collection[str] = ()) -> ServedModel:
     """Finds a model, and downloads it if needed."""
     from comfy_tpu.pipeline.model_files import ModelFiles
 
-    files = ModelFiles.open(name)
+    files = ModelFiles.open(name, ignored_keys=ignored_keys)
     return ServedModel(name, files.family.card, files.defaults, files)

@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from comfy_tpu.errors import ComfyTpuError, InvalidValueError
+from comfy_tpu.config import GenerationSettings
+from comfy_tpu.errors import InvalidValueError
 from comfy_tpu.jobs.folder import Folder
 from comfy_tpu.jobs.ledger import LedgerError, NewJob, OutputFile
+from comfy_tpu.jobs.opening import read_media
 from comfy_tpu.jobs.outcome import Event, Outcome
 from comfy_tpu.jobs.preview_rate import PreviewRate
-from comfy_tpu.jobs.request import Request
-from comfy_tpu.jobs.served_ledger import OVER, Kind, Order, Record, ServedLedger
+from comfy_tpu.jobs.request import Request, runs_alone
+from comfy_tpu.jobs.served_ledger import OVER, Kind, Order, Record
+from comfy_tpu.jobs.worker_thread import ROWS_MAX
 from comfy_tpu.serving.activity import PREPARATIONS, Activity
 from comfy_tpu.serving.admission import Admission
 from comfy_tpu.serving.config import ServeConfig
 from comfy_tpu.serving.estimates import Estimator
-from comfy_tpu.serving.given_files import check_uploads, sort_uploads
+from comfy_tpu.serving.given_files import check_uploads, fit_references, sort_uploads
+from comfy_tpu.serving.hidden_paths import find_roots, hide_paths
+from comfy_tpu.serving.input_room import InputRoom, UnavailableError
 from comfy_tpu.serving.job_progress import JobProgress
 from comfy_tpu.serving.orders import make_request
-from comfy_tpu.serving.planner import Planner
+from comfy_tpu.serving.planner import Planner, count_rows
+from comfy_tpu.serving.recovery import open_ledger
 from comfy_tpu.serving.retention import Sweeper
 from comfy_tpu.serving.scheduler import JobWorkers, Scheduler
 from comfy_tpu.serving.served_model import ServedModel
+from comfy_tpu.serving.shapes import NewShapes, check_sizes, media_shape, own_size, shape_of
 from comfy_tpu.serving.tracing import record_job
 from comfy_tpu.serving.warm_up import WARM_UP, make_warm_up
 
@@ -50,10 +58,6 @@ class NotFoundError(InvalidValueError):
     """There is no such job, or it is another client's."""
 
 
-class UnavailableError(ComfyTpuError):
-    """No job can be carried out, for now or until somebody mends the server."""
-
-
 class Service:
     def __init__(
         self,
@@ -69,30 +73,40 @@ class Service:
         nobody does. `tracer`: of OpenTelemetry."""
         self.config, self.models = config, models
         self.previews = PreviewRate() if previews is None else previews
+        self.hide_paths = functools.partial(hide_paths, names=models, roots=find_roots(config))
+        """From a message for clients."""
         self.folder = Folder(str(config.directory))
         self.folder.prepare()
         self.inputs = config.directory / "inputs"
         self.inputs.mkdir(exist_ok=True)
-        self.ledger = ServedLedger(self.folder.ledger_path)
+        self.ledger = open_ledger(self.folder.ledger_path, config.directory)
+        self._input_room = InputRoom(self.ledger, config.directory, config.retention.bytes // max(1, len(config.keys)))
         self.started_at = time.time()
         self._progress: dict[str, JobProgress] = {}
         self._is_ready = threading.Event()
         self.is_stopping: Callable[[], bool] = lambda: False
         """Whether the server was told to end: whoever waits for a job is not to wait any longer."""
         self.activity = Activity()
+        self._planner = planner
         self.estimator = Estimator(planner)
         self._admission = Admission(planner, self.estimator, config.limits.job_seconds)
+        self._new_shapes = NewShapes(config.limits.new_shapes)
         self._tracer = tracer
         self.failure = ""
         """Why no job can be carried out."""
         self.on_failure: Callable[[], None] = lambda: None
         self._workers = make_workers(self.folder)
         first = next(iter(models.values()))
+        common = {**config.common, **own_size(first, config.limits.sizes)}
+        warm_up = make_warm_up(first.name, first.card, first.defaults, common, self.inputs)
+        values = warm_up.request.values
+        media = media_shape(first, read_media(values))
+        self._new_shapes.know([(shape_of(first.name, settings), media) for settings in first.passes(values)])
         self._scheduler = Scheduler(
             self.ledger,
             self.folder,
             self._workers,
-            first=make_warm_up(first.name, first.card, first.defaults, config.common, self.inputs),
+            first=warm_up,
             measure=self.activity.preparation_seconds,
             on_given=lambda jobs: self.activity.begin(job.id for job in jobs),
             on_event=self._on_event,
@@ -173,10 +187,20 @@ class Service:
         model = self.find_model(body.get("model"))
         if model.kind != kind:
             raise InvalidValueError(f"model={model.name} makes {model.kind}s, not {kind}s", field="model")
-        request = make_request({**body, "model": model.name}, self.config, model.card, model.defaults, model.presets)
-        request = check_uploads(request, model, uploads)
-        estimate = self._admission.admit(model.name, model.card, model.passes(request.values))
-        order = dataclasses.replace(order, estimate=estimate)
+        names_size = body.get("size") not in (None, "", "auto")
+        body = {**({} if names_size else own_size(model, self.config.limits.sizes)), **body, "model": model.name}
+        request = make_request(body, self.config, model.card, model.defaults, model.presets)
+        fit_references(model, uploads)
+        request, shape = check_uploads(request, model, uploads)
+        passes = model.passes(request.values)
+        self.check_shapes(client, model.name, passes, shape)  # before the plan, which traces what is new
+        estimate = self._admission.admit(model.name, model.card, passes)
+        order = dataclasses.replace(
+            order,
+            estimate=estimate,
+            rows=self._count_rows(model, request, passes[0]),
+            input_bytes=sum(upload.path.stat().st_size for upload in uploads),
+        )
         # After the plan, which may take seconds: ids are in the order in which jobs are accepted.
         id_ = self.ledger.new_id(kind)
         places = {upload: self.inputs / f"{id_}-{number}" for number, upload in enumerate(uploads)}
@@ -201,16 +225,51 @@ class Service:
             raise NotFoundError(f"{accepted} was deleted as soon as it was accepted")
         return record
 
+    @contextlib.contextmanager
+    def receiving(self, client: str, key: str | None, size: int) -> Iterator[None]:
+        """Before a body of this size is read, and while it is. Raises QueueFullError or UnavailableError where an order
+        would be refused whatever is in it; not for a key that has its job."""
+        if key is not None and self.ledger.is_key_used(client, key):
+            yield
+            return
+        self._check_problem()
+        self.ledger.check_queue(client, **self._queue_limits())
+        with self._input_room.reserve(client, size):
+            yield
+
+    def _check_problem(self) -> None:
+        if self.problem:
+            raise UnavailableError(f"no job can be carried out ({self.problem}); try again later")
+
+    def _queue_limits(self) -> dict[str, Any]:
+        """Each client has its share of the queue, however many jobs another one has put into it."""
+        limit, clients = self.config.limits.queued_jobs, len(self.config.keys)
+        return {"queue_limit": limit, "client_share": max(1, limit // clients) if clients > 1 else None}
+
+    def _count_rows(self, model: ServedModel, request: Request, settings: GenerationSettings) -> int:
+        """Jobs like this one that share a step: a worker is given no more, or one client's would go before all."""
+        if runs_alone(model.card, request.values):
+            return 1
+        if self.config.batch_size is not None:
+            return self.config.batch_size
+        cost = None if self._planner is None else self._planner.cost(model.name, settings)
+        if cost is not None and cost.rows is not None:
+            return cost.rows
+        return ROWS_MAX if model.files is None else count_rows(model.files, settings)
+
+    def check_shapes(self, client: str, model: str, passes: Sequence[GenerationSettings], *others: Hashable) -> None:
+        """Raises InvalidValueError for a size that is not taken, NewShapesError for more new shapes than a client with
+        a key may order. `others`: what else makes other programs: given media, a stage that is run alone."""
+        check_sizes(self.config.limits.sizes, passes)
+        if self.config.keys:
+            self._new_shapes.add(client, [(shape_of(model, settings), *others) for settings in passes])
+
     def submit(self, job: NewJob, order: Order) -> str:
         """Puts a job into the ledger; its id, or that of the same order before. Raises QueueFullError, KeyUsedError or
         UnavailableError."""
-        if self.problem:
-            raise UnavailableError(f"no job can be carried out ({self.problem}); try again later")
-        limit, clients = self.config.limits.queued_jobs, len(self.config.keys)
-        # Each client has its share of the queue, however many jobs another one has put into it.
-        share = max(1, limit // clients) if clients > 1 else None
+        self._check_problem()
         try:
-            return self.ledger.accept(job, order, queue_limit=limit, client_share=share)
+            return self.ledger.accept(job, order, **self._queue_limits())
         except LedgerError as error:  # a server without jobs writes nothing else, and would not know
             self._scheduler.note_ledger_error(error)
             raise
@@ -297,7 +356,8 @@ class Service:
             self._record_time(record)
         if state == "cancelled":  # its client did not wait for the file
             self._remove_outputs(outcome.outputs)
-        logger.info("job %s: %s", outcome.id, state, extra={"job": outcome.id, "state": state})
+        reason = f": {outcome.error}" if state == "failed" else ""  # with the paths that clients do not see
+        logger.info("job %s: %s%s", outcome.id, state, reason, extra={"job": outcome.id, "state": state})
 
     def _forget(self, id_: str) -> None:
         self._progress.pop(id_, None)

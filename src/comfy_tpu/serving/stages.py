@@ -7,12 +7,12 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from fastapi import FastAPI, Request, Response
-from fastapi.concurrency import run_in_threadpool
+from fastapi.concurrency import contextmanager_in_threadpool, run_in_threadpool
 from fastapi.responses import FileResponse, StreamingResponse
 
 import comfy_tpu
@@ -24,14 +24,16 @@ from comfy_tpu.jobs import request as jobs_request
 from comfy_tpu.jobs.ledger import NewJob
 from comfy_tpu.jobs.served_ledger import OVER, Order, Record
 from comfy_tpu.serving import schema
-from comfy_tpu.serving.answers import STATUS
+from comfy_tpu.serving.answers import STATUS, describe_failure
 from comfy_tpu.serving.config import Limits
 from comfy_tpu.serving.downloads import Download
 from comfy_tpu.serving.error_answers import make_error
 from comfy_tpu.serving.event_streams import stream_events
+from comfy_tpu.serving.input_room import read_length
 from comfy_tpu.serving.orders import LORAS_MAX, find_lora
 from comfy_tpu.serving.served_model import ServedModel
 from comfy_tpu.serving.service import NotFoundError, Service
+from comfy_tpu.serving.shapes import media_shape
 
 if TYPE_CHECKING:
     from comfy_tpu.pipeline.model_files import ModelFiles
@@ -68,39 +70,42 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.post(f"{PATH}/{{stage}}", openapi_extra=schema.stage_body(), responses=schema.answer(schema.STAGE))
     async def create(stage: str, request: Request) -> dict[str, Any]:
+        check_stage(stage)
         id_ = await run_in_threadpool(service.ledger.new_id, "stage")
         key = request.headers.get("idempotency-key") or None
         if key is not None and len(key) > 255:
             raise InvalidValueError("the idempotency key has more than 255 characters; choose a shorter one")
-        path = service.inputs / f"{id_}-input"
+        path, client = service.inputs / f"{id_}-input", request.state.client
+        size = read_length(request.headers, service.config.limits.stage_bytes)
         try:
-            digest = await _receive(request, path)
-            order = Order(request.state.client, "stage", key, f"{stage} {digest}")
-            async with request.app.state.ordering:
-                accepted = await run_in_threadpool(accept, service, id_, stage, order)
+            async with contextmanager_in_threadpool(service.receiving(client, key, size)):
+                digest = await _receive(request, path)
+                order = Order(client, "stage", key, f"{stage} {digest}", input_bytes=path.stat().st_size)
+                async with request.app.state.ordering:
+                    accepted = await run_in_threadpool(accept, service, id_, stage, order)
         except BaseException:
             service.remove_inputs(id_)
             raise
         if accepted != id_:
             service.remove_inputs(id_)
-        return describe(find(accepted, request))
+        return await run_in_threadpool(lambda: describe(find(accepted, request)))
 
     @app.get(f"{PATH}/{{id_}}", responses=schema.answer(schema.STAGE))
-    async def retrieve(id_: str, request: Request) -> dict[str, Any]:
+    def retrieve(id_: str, request: Request) -> dict[str, Any]:
         return describe(find(id_, request))
 
     @app.delete(f"{PATH}/{{id_}}", responses=schema.answer(schema.DELETED))
-    async def delete(id_: str, request: Request) -> dict[str, Any]:
-        await run_in_threadpool(service.remove, find(id_, request))
+    def delete(id_: str, request: Request) -> dict[str, Any]:
+        service.remove(find(id_, request))
         return {"id": id_, "object": "stage.deleted", "deleted": True}
 
     @app.post(f"{PATH}/{{id_}}/cancel", responses=schema.answer(schema.STAGE))
-    async def cancel(id_: str, request: Request) -> dict[str, Any]:
-        await run_in_threadpool(service.cancel, find(id_, request).id)
+    def cancel(id_: str, request: Request) -> dict[str, Any]:
+        service.cancel(find(id_, request).id)
         return describe(find(id_, request))
 
     @app.get(f"{PATH}/{{id_}}/content", response_class=FileResponse, responses=schema.file(_TYPE))
-    async def content(id_: str, request: Request) -> Response:
+    def content(id_: str, request: Request) -> Response:
         record = find(id_, request)
         path = service.output_path(record, 0)
         if path is None:
@@ -108,15 +113,15 @@ def add_routes(app: FastAPI, service: Service) -> None:
         return Download(path, media_type=_TYPE)
 
     @app.get(f"{PATH}/{{id_}}/preview", response_class=Response, responses=schema.file(_TYPE))
-    async def preview(id_: str, request: Request) -> Response:
+    def preview(id_: str, request: Request) -> Response:
         try:
-            latest = await run_in_threadpool((service.inputs / f"{find(id_, request).id}-preview").read_bytes)
+            latest = (service.inputs / f"{find(id_, request).id}-preview").read_bytes()
         except FileNotFoundError:
             raise NotFoundError(f"there is no preview of stage {id_[:60]!r}") from None
         return Response(latest, media_type=_TYPE)
 
     @app.get(f"{PATH}/{{id_}}/events", response_class=StreamingResponse, responses=schema.events())
-    async def events(id_: str, request: Request) -> Response:
+    def events(id_: str, request: Request) -> Response:
         last = ""
 
         def look() -> tuple[str | None, bool]:
@@ -146,14 +151,18 @@ async def _receive(request: Request, path: Path) -> str:
     return digest.hexdigest()
 
 
-def accept(service: Service, id_: str, stage: str, order: Order) -> str:
-    """The id of the job of a stage, whose input is in `service.inputs`. Raises InvalidValueError for an input that the
-    model cannot read; QueueFullError or KeyUsedError."""
+def check_stage(stage: str) -> None:
     from comfy_tpu.jobs.stages import STAGES
-    from comfy_tpu.pipeline.stage_messages import read_message
 
     if stage not in STAGES:
         raise NotFoundError(f"there is no stage {stage[:60]!r}; choose from {', '.join(STAGES)}")
+
+
+def accept(service: Service, id_: str, stage: str, order: Order) -> str:
+    """The id of the job of a stage, whose input is in `service.inputs`. Raises InvalidValueError for an input that the
+    model cannot read; QueueFullError or KeyUsedError."""
+    from comfy_tpu.pipeline.stage_messages import read_media, read_message
+
     path = service.inputs / f"{id_}-input"
     message = read_message(path)
     if unknown := sorted(set(message.metadata) - _FIELDS):
@@ -162,6 +171,12 @@ def accept(service: Service, id_: str, stage: str, order: Order) -> str:
         raise InvalidValueError("model is missing; name one", field="model")
     model = service.find_model(message.metadata["model"])
     _check_message(stage, message, model, service.config.limits)
+    media: tuple[Hashable, ...] = tuple(
+        (name, *tensor.shape) for name, tensor in sorted(message.tensors.items()) if tensor.ndim == 5
+    )
+    if stage == "encode":
+        media = media_shape(model, read_media(message))
+    service.check_shapes(order.client, model.name, [message.settings()], media, stage)
     values: dict[str, Any] = {
         **service.config.common,
         "model": model.name,
@@ -266,15 +281,13 @@ def describe_stage(record: Record, service: Service) -> dict[str, Any]:
         "status": "cancelled" if record.state == "cancelled" else STATUS[record.state],
         "created_at": int(record.created_at),
         "progress": None,
-        "error": None,
+        "error": describe_failure(record, service.hide_paths),
     }
     if record.state == "submitted":
         answer["ahead"] = service.ledger.position(record.id)
     if record.state == "running" and progress.report is not None:
         fields = dataclasses.asdict(dataclasses.replace(progress.report, preview=None))
         answer["progress"] = {name: value for name, value in fields.items() if name != "preview"}
-    if record.state in ("failed", "cancelled"):
-        answer["error"] = {"code": record.state, "message": record.error}
     return answer
 
 
