@@ -29,7 +29,7 @@ class Architecture:
     model_class: str
     """In comfy.supported_models."""
     config: dict[str, Any]
-    latents: tuple[tuple[int, ...], tuple[int, ...]]
+    latents: tuple[tuple[int, ...], ...]
     """[channels, …] at two resolutions."""
     text: Text
     tokens: tuple[int, int] = (20, 27)
@@ -320,3 +320,81 @@ ARCHITECTURES = (
         any_length=True,
     ),
 )
+
+HUNYUAN_IMAGE = Architecture(
+    "HunyuanImage-2.1",
+    "HunyuanImage21",
+    {
+        "image_model": "hunyuan_video",
+        "in_channels": 64,
+        "patch_size": [1, 1],
+        "out_channels": 64,
+        "vec_in_dim": None,
+        "axes_dim": [64, 64],
+        "meanflow": False,
+        "context_in_dim": 64,
+        "hidden_size": 256,
+        "mlp_ratio": 4.0,
+        "num_heads": 2,
+        "depth": 2,
+        "depth_single_blocks": 2,
+        "theta": 256,
+        "qkv_bias": True,
+        "byt5": True,
+        "guidance_embed": False,
+        "use_cond_type_embedding": False,
+        "vision_in_dim": None,
+        "meanflow_sum": False,
+    },
+    ((64, 8, 6), (64, 6, 10)),
+    _hunyuan,
+    any_length=True,
+)
+"""Not in the table: the class of HunyuanVideo-1.5, with the words to be drawn in another place."""
+
+LTX2 = Architecture(
+    "LTX-2",
+    "LTXAV",
+    {
+        "image_model": "ltxav",
+        "num_layers": 3,
+        "num_attention_heads": 2,
+        "attention_head_dim": 64,
+        "cross_attention_dim": 128,
+        "audio_num_attention_heads": 2,
+        "audio_attention_head_dim": 32,
+        "audio_cross_attention_dim": 64,
+        "caption_channels": 48,
+        "connector_num_attention_heads": 2,
+        "connector_attention_head_dim": 24,
+        "connector_num_layers": 1,
+        "rope_type": "split",
+        "frequencies_precision": "float64",
+        "use_middle_indices_grid": True,
+        "causal_temporal_positioning": True,
+    },
+    ((128, 3, 4, 6),),
+    _plain(96),
+)
+"""Not in the table: its latent is a video and its sound, and ComfyUI 0.7 has no such model."""
+
+MINIMAX_H3 = Architecture(
+    "MiniMax H3",
+    "MiniMaxH3",
+    {
+        "image_model": "minimax_h3",
+        "hidden_size": 64,
+        "num_layers": 2,
+        "token_refiner_num_layers": 1,
+        "num_attention_heads": 2,
+        "attention_head_dim": 128,
+        "ffn_hidden_size": 96,
+        "text_dim": 48,
+        "timestep_input_dim": 32,
+        "time_embed_hidden_size": 64,
+        "time_embed_dim": 40,
+    },
+    ((24, 3, 4, 6),),
+    _plain(48),
+)
+"""Not in the table, as LTX-2."""

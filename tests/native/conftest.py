@@ -1,3 +1,4 @@
+import gc
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def comfyui(tmp_path_factory):
 
     from tests.native.models import models
 
+    gc.collect()  # ComfyUI's list of loaded models loses those that die while it is gone through
     comfy.model_management.unload_all_models()
     models.cache_clear()
 

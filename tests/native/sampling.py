@@ -27,15 +27,17 @@ def sample(
     negative_tokens: int | None = None,
     prompt_seed: int = 1,
     more: dict[str, Any] | None = None,
+    latent: dict[str, Any] | None = None,
     **options: Any,
-) -> torch.Tensor:
-    """What the KSampler node gives. `more` is added to both prompts, as nodes behind a text encoder do."""
+) -> Any:
+    """What the KSampler node gives. `more` is added to both prompts, as nodes behind a text encoder do. `latent`: of a
+    model whose latent is no single tensor."""
     tokens = tokens or architecture.tokens[0]
     positive, negative = (
         [[embeddings, {**extra, **(more or {})}] for embeddings, extra in architecture.prompt(length, text, size)]
         for length, text in ((tokens, prompt_seed), (negative_tokens or tokens, prompt_seed + 50))
     )
-    latent = {"samples": noise(9, batch, *architecture.latents[size]) * 0.1}
+    latent = latent or {"samples": noise(9, batch, *architecture.latents[size]) * 0.1}
     with torch.inference_mode():  # as ComfyUI runs every node
         (result,) = nodes.common_ksampler(
             model, seed, steps, cfg, sampler, "simple", positive, negative, latent, **options

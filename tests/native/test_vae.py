@@ -278,6 +278,26 @@ def test_out_of_memory_reaches_comfyuis_tiles(small, run, watch, monkeypatch, ca
 
 
 @pytest.mark.parametrize("small", [VAES[0]], ids=["Wan_2.1"])
+def test_memory_that_runs_out_after_a_call_reaches_comfyuis_tiles(small, watch, monkeypatch, caplog):
+    """A call for a frame returns before the frame is computed."""
+    from comfy_tpu.compiler import hosted
+
+    to_host, failed = hosted.to_host, []
+
+    def full_devices(results):
+        if not failed:
+            failed.append(1)
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes")
+        return to_host(results)
+
+    monkeypatch.setattr(hosted, "to_host", full_devices)
+    with caplog.at_level(logging.WARNING):
+        decode(vaes(small).compiled, small)
+    assert failed
+    assert "retrying with tiled" in caplog.text
+
+
+@pytest.mark.parametrize("small", [VAES[0]], ids=["Wan_2.1"])
 def test_cancel_between_two_frames(small, watch):
     import comfy.model_management
 

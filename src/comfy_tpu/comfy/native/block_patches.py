@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils.checkpoint
@@ -125,7 +125,7 @@ def _without_checkpointing() -> Iterator[None]:
         return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
 
     original = torch.utils.checkpoint.checkpoint
-    torch.utils.checkpoint.checkpoint = checkpoint
+    torch.utils.checkpoint.checkpoint = cast(Any, checkpoint)  # torch 2.15 declares overloads
     try:
         yield
     finally:

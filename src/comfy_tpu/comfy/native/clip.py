@@ -15,7 +15,7 @@ import torch
 from comfy.sd1_clip import SDClipModel
 
 from comfy_tpu.comfy.native.hosting import Choices, Host
-from comfy_tpu.comfy.native.replacement import Fallback, Replacement, current_run
+from comfy_tpu.comfy.native.replacement import Fallback, Replacement, current_run, refuse_large
 from comfy_tpu.comfy.run import report_idle
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ def compile_clip(clip: CLIP, choices: Choices) -> CLIP:
     if found:
         fallback.clear()
     else:
-        fallback.explain("there is no text model of ComfyUI's in it")
+        reason = "there is no text model of ComfyUI's in it"
+        fallback.explain(reason)
+        refuse_large(compiled.cond_stage_model, compiled.patcher.load_device, reason, choices)
     return compiled
 
 

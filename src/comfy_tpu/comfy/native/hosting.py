@@ -18,6 +18,7 @@ from comfy_execution.utils import get_executing_context
 
 from comfy_tpu.comfy.native.block_patches import PatchedFunction
 from comfy_tpu.comfy.native.compiled_sizes import CompiledSizes, Size
+from comfy_tpu.comfy.native.constants import WithConstants
 from comfy_tpu.comfy.native.foreign_patches import module_structure
 from comfy_tpu.comfy.run import NodeReport, Outcome, report_idle, start
 from comfy_tpu.comfy.unloading import register_with_comfyui
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 VARYING = frozenset({"block_index"})
 """Entries of transformer_options that differ between blocks, for patches; without patches, no block reads them."""
 _PATCHED_MAX = 8
-"""Sets of patches whose programs are kept: every position of a slider may be one."""
+"""Sets of patches or constants whose programs are kept: every position of a slider may be one."""
 
 Part = Literal["transformer", "text_encoder", "vae"]
 """The role of a module in a model, by our families' names."""
@@ -55,6 +56,8 @@ class Choices:
     attention: AttentionImplementation = "auto"
     block_sizes: BlockSizes | None = None
     dense_max_tokens: int = AttentionConfig.dense_max_tokens
+    cpu_fallback: bool = dataclasses.field(default=False, compare=False)  # no program depends on it
+    """Whether a large module that cannot run on the devices may run on the CPU."""
 
 
 def make_choices(widgets: Mapping[str, Any], options: RunOptions | None) -> Choices:
@@ -82,7 +85,12 @@ def make_choices(widgets: Mapping[str, Any], options: RunOptions | None) -> Choi
                 field=name,
             )
     return Choices(
-        str(runtime.mesh), runtime.dtype, attention.implementation, attention.block_sizes, attention.dense_max_tokens
+        str(runtime.mesh),
+        runtime.dtype,
+        attention.implementation,
+        attention.block_sizes,
+        attention.dense_max_tokens,
+        options.cpu_fallback,
     )
 
 
@@ -145,17 +153,23 @@ class Host:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs `function(module, …)` on the devices. Running out of memory raises ComfyUI's own exception."""
-        from comfy_tpu.errors import ComfyTpuError, DeviceMemoryError
-
         comfy.model_management.throw_exception_if_processing_interrupted()
         start()
         register_with_comfyui()
         self._begin()
         check, self._check = self._check, None
-        try:
+        with self._reported_errors():
             results = self._hosted(function, *args, meanwhile=check, is_checked=self._is_checked, **kwargs)
             self._is_checked = self._is_checked or check is not None
             return results
+
+    @contextlib.contextmanager
+    def _reported_errors(self) -> Iterator[None]:
+        """Shows how a call ended; turns DeviceMemoryError into ComfyUI's own exception."""
+        from comfy_tpu.errors import DeviceMemoryError
+
+        try:
+            yield
         except CodeChangedError:
             raise
         except comfy.model_management.InterruptProcessingException:
@@ -165,12 +179,9 @@ class Host:
             # ComfyUI decodes in tiles where it sees its own out-of-memory error, and unloads models.
             self._abort("failed")  # until a tile is reported
             raise comfy.model_management.OOM_EXCEPTION(str(error)) from error
-        except ComfyTpuError:
+        except Exception:
             self._report_nothing()  # the module runs without us, and what was shown is over
             report_idle()
-            raise
-        except Exception:
-            self._abort("failed")
             raise
 
     @contextlib.contextmanager
@@ -214,8 +225,8 @@ class Host:
         self._sizes.record(signature, size, padded, time.perf_counter() - begin, self._build_seconds - built)
         return result
 
-    def run_patched(self, function: PatchedFunction, *args: Any, device: torch.device) -> Any:
-        """Runs a function with patches; of the functions that ran longest ago, the programs are freed."""
+    def run_patched(self, function: PatchedFunction | WithConstants, *args: Any, device: torch.device) -> Any:
+        """Runs a function with patches or constants; of the functions that ran longest ago, the programs are freed."""
         self._patched.pop(function, None)
         self._patched[function] = None
         for oldest in list(self._patched)[:-_PATCHED_MAX]:
@@ -223,12 +234,10 @@ class Host:
             self._hosted.forget(oldest)
         return self(function, *args, device=device)
 
-    @staticmethod
-    def fetch(results: Any) -> Any:
-        """The results of a call with `fetch=False` as host tensors."""
-        from comfy_tpu.bridge import to_host
-
-        return to_host(results)
+    def fetch(self, results: Any) -> Any:
+        """The results of a call with `fetch=False` as host tensors. Errors of the computation may come only now."""
+        with self._reported_errors():
+            return self._hosted.fetch(results)
 
     def release(self) -> None:
         """Frees the module's memory on the devices. Programs are freed with this object."""

@@ -64,9 +64,15 @@ def _load_mapped(tensors: dict[str, torch.Tensor], metadata: Any) -> ModelPatche
     return comfy.model_patcher.ModelPatcher(model, load_device=load_device, offload_device=offload_device)
 
 
+def _unquantized_dtype(tensors: dict[str, torch.Tensor]) -> torch.dtype | None:
+    """The dtype of the layers that a file does not quantize: ComfyUI rounds them to the dtype that it is given."""
+    wide = {name: each for name, each in tensors.items() if each.is_floating_point() and each.itemsize > 1}
+    return comfy.utils.weight_dtype(wide)
+
+
 def _load_by_comfyui(path: Path, tensors: dict[str, torch.Tensor], metadata: Any) -> ModelPatcher:
     model = comfy.sd.load_diffusion_model_state_dict(
-        tensors, model_options={"dtype": comfy.utils.weight_dtype(tensors)}, metadata=metadata
+        tensors, model_options={"dtype": _unquantized_dtype(tensors)}, metadata=metadata
     )
     if model is None:
         raise CheckpointError(f"unet_name={path.name} holds no diffusion model that this ComfyUI knows")

@@ -20,9 +20,10 @@ from comfy_tpu.comfy.native.block_patches import (
     StateBudget,
     find_patches,
 )
+from comfy_tpu.comfy.native.constants import WithConstants, bind_constants
 from comfy_tpu.comfy.native.foreign_patches import loaded_patcher
 from comfy_tpu.comfy.native.hosting import VARYING, Choices, Host, class_title, end_steps, pixel_size
-from comfy_tpu.comfy.native.replacement import Fallback, Replacement, current_run
+from comfy_tpu.comfy.native.replacement import Fallback, Replacement, current_run, refuse_large
 from comfy_tpu.comfy.native.text_padding import describe_padding, pad_texts, run_per_prompt
 from comfy_tpu.comfy.run import Outcome, report_idle
 from comfy_tpu.errors import UnsupportedError
@@ -39,7 +40,7 @@ FORWARD_OPTIONS = frozenset(
     | {"grid_sizes", "img_slice", "reference_image_num_tokens"}
 )
 """Keys of transformer_options that the forward itself writes."""
-MODEL_OPTIONS = frozenset({"rope_options"})
+MODEL_OPTIONS = frozenset({"rope_options", "minimax_h3_sigma_shift_video", "minimax_h3_sigma_shift_audio"})
 """Keys of transformer_options that a forward reads, with numbers as values."""
 
 _KNOWN_OPTIONS = SAMPLER_OPTIONS | FORWARD_OPTIONS | MODEL_OPTIONS | frozenset(PATCH_OPTIONS)
@@ -51,7 +52,9 @@ def compile_model(model: ModelPatcher, choices: Choices) -> ModelPatcher:
     fallback = Fallback(type(clone.model.diffusion_model).__name__, current_run().node)
     if "diffusion_model" in clone.object_patches:
         # Put back in the order of their names, a patch of the whole and one of its method would leave the wrong method.
-        fallback.explain("another node replaced diffusion_model")
+        reason = "another node replaced diffusion_model"
+        fallback.explain(reason)
+        refuse_large(clone.model.diffusion_model, clone.load_device, reason, choices)
         return clone
     fallback.clear()
     name = "_forward" if hasattr(type(clone.model.diffusion_model), "_forward") else "forward"
@@ -106,33 +109,38 @@ class DeviceForward(Replacement):
         names = frozenset(name for name, value in arguments.items() if value is not None)
         return names, None if patches is None else patches.key()
 
-    def _run_on_devices(self, host: Host, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _run_on_devices(self, host: Host, *args: Any, **kwargs: Any) -> Any:
         arguments = self._bind_arguments(*args, **kwargs)
         patches = _find_patches(arguments)
         options = arguments.pop("transformer_options", None) or {}
         sample_name, time_name, *_ = arguments
-        sample = arguments[sample_name]
-        times = arguments.pop(time_name)
-        arguments = {**_cast(arguments, host.dtype), time_name: times}
+        # A list where sound or keyframes are samples of their own, behind the video.
+        sample = next(leaf for leaf in torch.utils._pytree.tree_leaves(arguments[sample_name]))
+        uncast = (time_name, "a_timestep")
+        arguments = {name: value if name in uncast else _cast(value, host.dtype) for name, value in arguments.items()}
         host.size = pixel_size(sample.shape[2:], *_latent_scale(self._owner))
         passed = {name: value for name, value in options.items() if name in MODEL_OPTIONS}
         host.report_meanwhile(lambda: host.begin_step(*_step(options)))
         if patches is not None:
             # As ComfyUI gives it: a patch may look at all rows and all tokens, so there is no padding.
             others = {name: value for name, value in options.items() if name not in _KNOWN_OPTIONS}
-            function = PatchedFunction(
-                _patched_functions[self._method],
+            patched = PatchedFunction(
+                bind_constants(self._module, _patched_functions[self._method], arguments),
                 patches.key(),
                 patches,
                 SAMPLER_OPTIONS if patches.in_blocks else SAMPLER_OPTIONS | VARYING,
             )
-            return host.run_patched(function, arguments, passed | others, device=sample.device).to(sample.dtype)
+            return _cast(host.run_patched(patched, arguments, passed | others, device=sample.device), sample.dtype)
 
-        def run(part: dict[str, Any]) -> torch.Tensor:
+        function = bind_constants(self._module, _functions[self._method], arguments)
+        if isinstance(function, WithConstants):
+            return _cast(host.run_patched(function, arguments, (), passed, device=sample.device), sample.dtype)
+
+        def run(part: dict[str, Any]) -> Any:
             inputs = pad_texts(self._module, part)
-            function, rows = _functions[self._method], len(part[sample_name])
+            rows = len(part[sample_name])
             signature = describe_rows(inputs, rows) if has_independent_rows(self._module, part) else None
-            if signature is None:
+            if signature is None:  # also for a list of samples: no such model is among those with independent rows
                 return host(function, *inputs, passed, device=sample.device)
 
             def run_padded(size: tuple[int, ...]) -> torch.Tensor:
@@ -141,7 +149,7 @@ class DeviceForward(Replacement):
             return host.run_padded((function, signature, repr(passed)), (rows,), run_padded, MAX_WORK)
 
         prompts = len(options.get("cond_or_uncond", ()))
-        return run_per_prompt(self._module, arguments, prompts, run).to(sample.dtype)
+        return _cast(run_per_prompt(self._module, arguments, prompts, run), sample.dtype)
 
     def _find_problem(self, *args: Any, **kwargs: Any) -> str:
         options = self._bind_arguments(*args, **kwargs).get("transformer_options") or {}

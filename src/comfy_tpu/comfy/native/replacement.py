@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 import sys
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, ClassVar
 
+import comfy.model_management
 import torch
 from comfy_execution.utils import get_executing_context
 
@@ -83,18 +85,28 @@ class Replacement:
         return run(*args, **kwargs)
 
     def _run_or_fall_back(self, *args: Any, **kwargs: Any) -> Any:
-        reason = self._find_problem(*args, **kwargs)
-        if not reason:
-            kind = self._kind(*args, **kwargs)
-            host = self._last[1]() if self._last is not None and self._last[0] == (kind, current_run()) else None
-            if host is not None:
-                with contextlib.suppress(CodeChangedError), host.checking_meanwhile(lambda: self._check_code(host)):
-                    return self._attempt(lambda: host, kind, args, kwargs)
-            reason = find_module_problem(self._module)
-        self._last = None
-        if reason:
-            self._fallback.explain(reason)
+        try:
+            result = self._run(args, kwargs)
+        except OnHostError as error:
+            self._last = None
+            self._fallback.explain(str(error))
+            refuse_large(self._module, _find_device(args, kwargs), str(error), self._choices)
             return self._own_method(self._module, *args, **kwargs)
+        self._fallback.clear()
+        return _move(result, _find_device(args, kwargs))
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result from the devices; raises OnHostError if they cannot compute it."""
+        with unforeseen_errors():
+            _raise_reason(self._find_problem(*args, **kwargs))
+            kind = self._kind(*args, **kwargs)
+        host = self._last[1]() if self._last is not None and self._last[0] == (kind, current_run()) else None
+        if host is not None:
+            with contextlib.suppress(CodeChangedError), host.checking_meanwhile(lambda: self._check_code(host)):
+                return self._attempt(lambda: host, kind, args, kwargs)
+        with unforeseen_errors():
+            _raise_reason(find_module_problem(self._module))
+        self._last = None
         return self._attempt(self._find_host, kind, args, kwargs)
 
     def _attempt(
@@ -108,11 +120,7 @@ class Replacement:
             self._last = (kind, current_run()), weakref.ref(host)
             return result
 
-        traced, result = self._fallback.attempt(kind, run)
-        if not traced:
-            return self._own_method(self._module, *args, **kwargs)
-        self._fallback.clear()
-        return _move(result, _find_device(args, kwargs))
+        return self._fallback.attempt(kind, run)
 
     def _check_code(self, host: Host) -> None:
         """Raises CodeChangedError if the module is not what `host` runs any more.
@@ -171,19 +179,65 @@ class Fallback:
         if STATUS.fallbacks.clear(current_run(), self._name):
             send_status(immediately=True)
 
-    def attempt(self, kind: Hashable, run: Callable[[], Any]) -> tuple[bool, Any]:
-        """Whether a call could be traced, and its result. A kind that failed once is not traced again."""
-        from comfy_tpu.errors import MissingOperatorError, StackingError, TraceError, UnsupportedError
-
+    def attempt(self, kind: Hashable, run: Callable[[], Any]) -> Any:
+        """The result of a call; raises OnHostError if it cannot be traced. A kind that failed once is not traced
+        again."""
         if kind in self._refused:
-            self.explain(self._refused[kind])
-            return False, None
+            raise OnHostError(self._refused[kind])
         try:
-            return True, run()
-        except (TraceError, UnsupportedError, MissingOperatorError, StackingError) as error:
+            with unforeseen_errors():
+                return run()
+        except OnHostError as error:
             self._refused[kind] = str(error)
-            self.explain(str(error))
-            return False, None
+            raise
+
+
+class OnHostError(Exception):
+    """A call must run without the devices; the text is the reason."""
+
+
+@contextlib.contextmanager
+def unforeseen_errors() -> Iterator[None]:
+    """Turns exceptions into OnHostError, except for those that ComfyUI or the user must see: a cancelled run, memory
+    that ran out, a choice that does not exist."""
+    from comfy_tpu.errors import ComfyTpuError, HostsError, InvalidValueError
+
+    passing = (InvalidValueError, HostsError, CodeChangedError, OnHostError)
+    try:
+        yield
+    except (*passing, comfy.model_management.InterruptProcessingException, comfy.model_management.OOM_EXCEPTION):
+        raise
+    except ComfyTpuError as error:
+        raise OnHostError(str(error)) from error
+    except Exception as error:
+        logger.debug("an unforeseen error", exc_info=True)
+        raise OnHostError(f"{type(error).__name__}: {error}") from error
+
+
+def _raise_reason(reason: str) -> None:
+    """Raises OnHostError for a reason that is not empty."""
+    if reason:
+        raise OnHostError(reason)
+
+
+LARGE = 1_000_000_000
+"""Parameters of a module that takes a CPU minutes: a step of a transformer, or a prompt of a text encoder."""
+_ALLOWED = "COMFY_TPU_CPU_FALLBACK"
+
+
+def refuse_large(module: torch.nn.Module, device: torch.device, reason: str, choices: Choices) -> None:
+    """Raises UnsupportedError if a large module would run on the CPU for this reason, and nobody allowed that."""
+    from comfy_tpu.errors import UnsupportedError
+
+    if device.type != "cpu" or choices.cpu_fallback or os.environ.get(_ALLOWED) == "1":
+        return
+    count = sum(weight.numel() for weight in module.parameters())
+    if count > LARGE:
+        raise UnsupportedError(
+            f"{type(module).__name__} cannot run on the TPU: {reason}. On the CPU its {count / 1e9:.1f} billion "
+            "parameters take minutes for each prompt or step; to run it there all the same, turn on cpu_fallback in "
+            f"TPU Options, or start ComfyUI with {_ALLOWED}=1"
+        )
 
 
 def current_run() -> NodeRun:

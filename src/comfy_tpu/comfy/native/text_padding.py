@@ -26,7 +26,7 @@ class TextPadding:
     """How a model uses its texts, and how they are padded."""
 
     names: tuple[str, ...]
-    """The model's arguments with texts, in their order in joint attention."""
+    """The model's arguments with texts; the first is the prompt, which every call has."""
     place: Literal["before", "behind", "apart"]
     """The place of the texts beside the image in joint attention. apart: the image attends to the text separately."""
     flipped: str = ""
@@ -39,7 +39,9 @@ class TextPadding:
     multiple: int = 1
     """The divisor of a text's length; an argument of another length is not a text."""
     mean: str = ""
-    """The module whose input is the mean of the last text's tokens."""
+    """The module whose input is the mean of the prompt's tokens."""
+    prompt_last_with: str = ""
+    """The module that puts the prompt after the other texts in joint attention; without it the prompt comes first."""
     optional: tuple[tuple[str, str], ...] = ()
     """(argument with a text that not all prompts have, the layer that reads it)"""
     patch: str = ""
@@ -53,14 +55,15 @@ class TextPadding:
 
 TEXT_PADDINGS = {
     "QwenImageTransformer2DModel": TextPadding(("context",), "before"),
-    # Also HunyuanVideo-1.5 and HunyuanImage. Attention over fewer tokens than the texts have is that of the last alone.
-    # Texts are behind the image in ComfyUI 0.7, before it in 0.33.
+    # Also HunyuanVideo-1.5 and HunyuanImage. `txt_in` attends to the prompt alone. Texts are behind the image in
+    # ComfyUI 0.7, before it in 0.33.
     "HunyuanVideo": TextPadding(
-        ("txt_byt5", "context"),
+        ("context", "txt_byt5"),
         "behind",
         flipped="double_blocks",
         others="clip_fea",
         mean="txt_in.c_embedder",
+        prompt_last_with="cond_type_embedding",
         optional=(("txt_byt5", "byt5_in.fc1"),),
     ),
     "Flux": TextPadding(("context",), "before", encoder_lengths=(256, 512)),  # Flux.1 and Flux.2
@@ -86,15 +89,17 @@ class PaddedTexts:
     behind: bool
     before: int
     """The number of other tokens before texts that are not behind the image."""
+    prompt_last: bool
+    """Whether the prompt comes after the other texts."""
 
     def real_key_mask(self, keys: int) -> torch.Tensor | None:
         """bool [batch, 1, 1, keys] for an attention over this many keys: True for real tokens. None: all are real."""
         parts = [_real_token_mask(length, count) for length, count in zip(self.lengths, self.counts, strict=True)]
-        real = torch.cat(parts, 1)
+        real = torch.cat(parts[::-1] if self.prompt_last else parts, 1)
         if keys == self.image_tokens or (self.texts.place == "apart" and keys != real.shape[1]):
             return None
-        if keys < real.shape[1]:
-            return real[:, -keys:][:, None, None]
+        if keys == self.lengths[0]:
+            return parts[0][:, None, None]
         others = torch.ones(real.shape[0], keys - real.shape[1], dtype=torch.bool, device=real.device)
         before = others.shape[1] if self.behind else self.before
         return torch.cat([others[:, :before], real, others[:, before:]], 1)[:, None, None]
@@ -114,7 +119,7 @@ class PaddedTexts:
         if not self.texts.mean:
             yield
             return
-        share = self.lengths[-1] / self.counts[-1].view(-1, 1)
+        share = self.lengths[0] / self.counts[0].view(-1, 1)
         hook = module.get_submodule(self.texts.mean).register_forward_pre_hook(
             lambda _, given: (given[0] * share.to(given[0].dtype), *given[1:])
         )
@@ -134,8 +139,8 @@ def pad_texts(module: torch.nn.Module, arguments: dict[str, Any]) -> tuple[dict[
     texts = TEXT_PADDINGS.get(type(module).__name__)
     if texts is None or arguments.get("attention_mask") is not None:
         return arguments, ()
-    last = arguments[texts.names[-1]]
-    if last is None or last.shape[1] in texts.encoder_lengths or last.shape[1] % texts.multiple:
+    prompt = arguments[texts.names[0]]
+    if prompt is None or prompt.shape[1] in texts.encoder_lengths or prompt.shape[1] % texts.multiple:
         return arguments, ()
     image_sizes = _image_token_counts(arguments["x"]) if texts.place == "apart" else frozenset()
     padded, counts = dict(arguments), []
@@ -146,10 +151,10 @@ def pad_texts(module: torch.nn.Module, arguments: dict[str, Any]) -> tuple[dict[
             layer: Any = _find(module, absent[name])
             if layer is None:
                 continue
-            text = last.new_zeros(len(last), 0, layer.in_features)
+            text = prompt.new_zeros(len(prompt), 0, layer.in_features)
         length = text.shape[1]
         padded[name] = torch.nn.functional.pad(text, (0, 0, 0, texts.padding(length, image_sizes)))
-        counts.append(torch.full((len(last),), length))
+        counts.append(torch.full((len(prompt),), length))
     return padded, tuple(counts)
 
 
@@ -180,7 +185,9 @@ def describe_padding(
     if texts.flipped:  # a list of blocks, or what stands for one: its first answers as they all do
         behind = getattr(getattr(module, texts.flipped)[0], "flipped_img_txt", False)
     others = arguments.get(texts.others)
-    return PaddedTexts(texts, lengths, counts, image_tokens, behind, 0 if others is None else others.shape[1])
+    before = 0 if others is None else others.shape[1]
+    prompt_last = _find(module, texts.prompt_last_with) is not None if texts.prompt_last_with else False
+    return PaddedTexts(texts, lengths, counts, image_tokens, behind, before, prompt_last)
 
 
 def run_per_prompt(
