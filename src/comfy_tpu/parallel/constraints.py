@@ -45,7 +45,9 @@ def _pairs(axes: Axes, shape: tuple[int, ...]) -> zip[tuple[str | tuple[str, ...
 
 
 def _names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if axis is None else (axis,) if isinstance(axis, str) else axis
+    if isinstance(axis, str):
+        return (axis,)
+    return axis if isinstance(axis, tuple) else ()  # None, or PartitionSpec.UNCONSTRAINED
 
 
 def _check(array: jax.Array, placement: Placement, spec: PartitionSpec) -> None:
