@@ -15,6 +15,7 @@ from comfy_tpu.config import RuntimeConfig
 from comfy_tpu.errors import CheckpointError, ComfyTpuError
 from comfy_tpu.pipeline.model_files import DEMO_DIRECTORIES, SHARED_PARTS_FILE, ModelFiles
 from comfy_tpu.pipeline.running_model import RunningModel
+from comfy_tpu.pipeline.text import vocabulary_size
 from comfy_tpu.pipeline.video import VideoPipeline
 from tests.families import small_flux, small_flux2, small_hunyuan, small_hunyuan_image, small_ltx, wan_pipelines
 from tests.pipeline import small_pipeline
@@ -173,6 +174,14 @@ def test_a_tokenizer_that_cannot_be_used_is_named(
     pipeline = VideoPipeline.open(directory, RuntimeConfig(mesh="single"))
     with pytest.raises(CheckpointError, match=text):
         pipeline.encode_text("a red circle", pipeline.settings(height=16, width=16, num_frames=5))
+
+
+def test_the_vocabulary_is_that_of_the_part_for_text() -> None:
+    """Qwen2.5-VL's configuration names it twice, and a small model's differs in that part only."""
+    assert vocabulary_size({"vocab_size": 152064, "text_config": {"vocab_size": 384}}) == 384
+    assert vocabulary_size({"vocab_size": 384, "text_config": {"hidden_size": 48}}) == 384
+    assert vocabulary_size({"vocab_size": 384}) == 384
+    assert vocabulary_size({}) is None
 
 
 def test_a_value_that_only_the_trace_meets_is_one_sentence(

@@ -14,7 +14,7 @@ from comfy_tpu.bench.results import Emit, Row
 from comfy_tpu.bench.timing import Candidate, compile_module, stage_clock
 from comfy_tpu.compiler.host_weights import HostWeights
 from comfy_tpu.families.model_family import TextEncoder
-from comfy_tpu.pipeline.text import tokenize
+from comfy_tpu.pipeline.text import tokenize, vocabulary_size
 
 
 def measure_text(job: Job, emit: Emit) -> None:
@@ -29,8 +29,7 @@ def prompt_inputs(bench: Bench, encoder: TextEncoder) -> dict[str, torch.Tensor]
     long prompt does."""
     room = bench.model.defaults.max_sequence_length
     inputs = tokenize(RandomFiles.make(bench), encoder, [PROMPT], room).inputs
-    config = bench.model.config(encoder.component)
-    vocabulary = config.get("vocab_size") or config["text_config"]["vocab_size"]
+    vocabulary = vocabulary_size(bench.model.config(encoder.component))
     width = inputs["input_ids"].shape[1]
     visible = width - 3 * min(encoder.length or room, width) // 4
     mask = (torch.arange(width) < visible).int().unsqueeze(0)

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from comfy_tpu.errors import CheckpointError, config_errors
+from comfy_tpu.families.card import Config
 from comfy_tpu.families.model_family import TextEncoder
 from comfy_tpu.pipeline.model_files import ModelFiles
 from comfy_tpu.pipeline.plain_tokenizer import PlainTokenizer
@@ -46,11 +47,19 @@ def tokenize(
     return tokens
 
 
+def vocabulary_size(config: Config) -> Any:
+    """The rows of the embedding table, as a text encoder's configuration names them; None if it does not.
+
+    Where a configuration has a part for text, the table is that part's: the copy outside it may have another value.
+    """
+    text = config.get("text_config")
+    inner = text.get("vocab_size") if isinstance(text, Mapping) else None
+    return inner or config.get("vocab_size")
+
+
 def _check_ids(ids: torch.Tensor, files: ModelFiles, encoder: TextEncoder) -> None:
     """Raises CheckpointError for ids beyond the embedding table: a device would silently read its last row."""
-    config = files.config(encoder.component)
-    text = config.get("text_config")
-    rows = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, Mapping) else None)
+    rows = vocabulary_size(files.config(encoder.component))
     if isinstance(rows, int) and ids.numel() and int(ids.max()) >= rows:
         raise CheckpointError(
             f"the {encoder.tokenizer} of model={files.name} gives token {int(ids.max())}, and its "
