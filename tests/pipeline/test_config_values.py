@@ -39,7 +39,8 @@ def copied(source: Path, target: Path) -> Path:
         shutil.copy(path, target)
     shared = source / SHARED_PARTS_FILE
     for part in json.loads(shared.read_text())["from_parent"] if shared.is_file() else ():
-        shutil.copytree(source.parent / part, target.parent / part)
+        copy = shutil.copytree if (source.parent / part).is_dir() else shutil.copy
+        copy(source.parent / part, target.parent / part)
     return target
 
 
