@@ -87,6 +87,9 @@ FOUND = {
     "Flux.2": 0.0023,
     "HunyuanVideo-1.5": 0.0180,
     "LTX-Video": 0.0416,
+    "LTX-2": 0.0098,
+    "Z-Image": 0.1295,  # 0.0547 without guidance, which multiplies it
+    "Qwen-Image": 0.0138,
 }
 """The relative error of the first velocity, after guidance, of small random models."""
 
