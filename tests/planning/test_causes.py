@@ -9,6 +9,7 @@ from comfy_tpu.planning.hlo import Collective
 
 SIZES = MeshSizes(dp=2, sp=2, tp=2)
 GROUPS = {"dp": (0, 4), "sp": (0, 2), "tp": (0, 1), "sp tp": (0, 1, 2, 3)}
+TEXT_TOKENS = 512
 WEIGHTS = [(2560, 5120), (5120, 16, 1, 2, 2)]
 
 
@@ -25,6 +26,10 @@ EXPLAINED = [
     (item("all-gather", "sp tp", "constraint", shape=(5120, 16, 1, 2, 2), in_loop=False, times=1), "weight gather"),
     (item("all-gather", "sp tp", "x/sharding_constraint", shape=(32, 160, 64), in_loop=False), "weight gather"),
     (item("all-gather", "sp", "jit(x_step)/sharding_constraint", in_loop=False, times=1), "text gather"),
+    (item("all-gather", "sp", "jit(x_step)/while", in_loop=False, times=1), "text gather"),
+    (item("all-gather", "tp", "while/body/linear/dot_general"), "text gather"),
+    (item("all-gather", "tp", "while/body/aten::view/reshape"), "text gather"),
+    (item("all-gather", "tp", "while/body/linear/add", shape=(1, 12288)), "modulation gather"),
     (item("all-gather", "sp", "aten::view/reshape", in_loop=False, times=1), "prediction gather"),
     (item("all-to-all", "sp", "jit(transformer_denoise_step)/reshape", in_loop=False, times=1), "patch embedding"),
     (item("all-gather", "sp", "linear/add", in_loop=False, times=1), "prediction gather"),
@@ -37,7 +42,7 @@ EXPLAINED = [
 
 @pytest.mark.parametrize(("collective", "cause"), EXPLAINED, ids=[cause for _, cause in EXPLAINED])
 def test_explained(collective, cause):
-    (traffic,) = explain_traffic([collective], SIZES, WEIGHTS)
+    (traffic,) = explain_traffic([collective], SIZES, WEIGHTS, TEXT_TOKENS)
     assert traffic.cause == cause
     assert traffic.count == collective.times
     assert traffic.detail == ""
@@ -45,6 +50,13 @@ def test_explained(collective, cause):
 
 RESHARDINGS = {
     "activations gathered in the loop": item("all-gather", "sp", "while/body/squeeze", shape=(1, 75600, 5120)),
+    "a video's tokens gathered behind the loop": item(
+        "all-gather", "sp", "jit(x_step)/while", shape=(1, 75600, 5120), in_loop=False
+    ),
+    "a video's tokens gathered over tp": item("all-gather", "tp", "while/body/view/reshape", shape=(1, 75600, 5120)),
+    "the text of the blocks gathered over tp": item(
+        "all-gather", "tp", "while/body/view/reshape", shape=(1, TEXT_TOKENS, 5120)
+    ),
     "as many values as a weight, elsewhere": item("all-gather", "sp", "linear/reshape", shape=(32, 160, 64)),
     "a weight-shaped gather over dp": item("all-gather", "dp", "squeeze", shape=(1, 2560, 5120)),
     "an exchange over tp": item("all-to-all", "tp", "shard_map/all_to_all"),
@@ -59,7 +71,7 @@ RESHARDINGS = {
 
 @pytest.mark.parametrize("name", RESHARDINGS)
 def test_a_resharding_is_not_explained_away(name):
-    (traffic,) = explain_traffic([RESHARDINGS[name]], SIZES, WEIGHTS)
+    (traffic,) = explain_traffic([RESHARDINGS[name]], SIZES, WEIGHTS, TEXT_TOKENS)
     assert traffic.cause == UNEXPLAINED
     assert RESHARDINGS[name].operation in traffic.detail
 
@@ -67,6 +79,6 @@ def test_a_resharding_is_not_explained_away(name):
 def test_the_same_is_added_up_and_the_largest_is_first():
     gather = item("all-gather", "sp", "squeeze", shape=(2560, 5120))
     small = dataclasses.replace(EXPLAINED[3][0], nbytes=4)
-    traffic = explain_traffic([small, gather, gather], SIZES, WEIGHTS)
+    traffic = explain_traffic([small, gather, gather], SIZES, WEIGHTS, TEXT_TOKENS)
     assert [(t.cause, t.count) for t in traffic] == [("weight gather", 80), ("norm over columns (tp)", 40)]
     assert traffic[0].nbytes == 80 * 2 * 100 * 64 // 2

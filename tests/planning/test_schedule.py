@@ -365,9 +365,8 @@ def test_a_compiler_that_writes_no_schedule_leaves_the_formula(tmp_path, monkeyp
     said = "libtpu wrote no schedule: this version does not know the flags that ask for one"
     with pytest.raises(ScheduleError, match=said):
         compile_exported(b"", V6E, SIZES)
-    facts = SimpleNamespace(
-        slice=V6E, sizes=SIZES, weight_shapes=(), work=SimpleNamespace(sequence=1, dense_max_tokens=2)
-    )
+    work = SimpleNamespace(sequence=1, dense_max_tokens=2, text_tokens=1)
+    facts = SimpleNamespace(slice=V6E, sizes=SIZES, weight_shapes=(), work=work)
     counts = compilation.count_program(SimpleNamespace(facts=facts, serialized=b""), "compile", schedule=True)
     assert (counts.schedule, counts.schedule_refused) == (None, said)
 

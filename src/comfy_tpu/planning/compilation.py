@@ -128,7 +128,7 @@ def read_counts(directory: Path, facts: ProgramFacts, mode: Mode, *, schedule: b
             refused = str(error)
     return ProgramCounts(
         source=mode,
-        traffic=explain_traffic(module.collectives(), facts.sizes, facts.weight_shapes),
+        traffic=explain_traffic(module.collectives(), facts.sizes, facts.weight_shapes, facts.work.text_tokens),
         product_flops=module.product_flops() if mode == "partition" else None,
         kernel_flops=module.kernel_flops(),
         kernels=module.kernels(),
