@@ -351,7 +351,7 @@ def _call(
     if band.left is not None and band.right is not None:
         width = min(key_blocks, (tile.query + band.left + band.right - 2) // tile.key + 2)
 
-    scores = batch * heads * rows * width * tile.key
+    scores = batch * heads * query_blocks * tile.query * width * tile.key  # all of the last tile is computed, too
 
     def key_block(b: Array, i: Array, j: Array, offset: Array, lengths: Array, *_: Array) -> Array:
         first, end = _block_range(i, offset[0], lengths[b], tile, band)
